@@ -1,0 +1,108 @@
+"""One rollout engine: a stock SGLang server, spoken to over HTTP.
+
+Endpoints and their fields are those of SGLang 0.5.23, each seen working there.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+
+
+class EngineError(RuntimeError):
+    """An engine answered with an error, not at all, or with nonsense; the message names engine and request."""
+
+
+class SGLangEngine:
+    """Client of one engine.
+
+    Args:
+        url: e.g. "http://127.0.0.1:30000".
+        timeout: seconds that one request may take.
+    """
+
+    def __init__(self, url: str, timeout: float = 300.0) -> None:
+        self.url = url
+        self._http = httpx.Client(base_url=url, timeout=httpx.Timeout(timeout, connect=5.0), trust_env=False)
+
+    def ready(self) -> bool:
+        """Whether the engine has its model loaded and answers."""
+        try:
+            return self._http.get("/model_info", timeout=5.0).is_success
+        except httpx.TransportError:
+            return False
+
+    def generate(self, input_ids: Sequence[Sequence[int]], sampling_params: dict[str, Any]) -> list[dict[str, Any]]:
+        """One response per prompt of token ids, in order: `output_ids` and `meta_info` with log-probs and versions."""
+        body = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True}
+        responses = self._post("/generate", body)
+        if not isinstance(responses, list) or len(responses) != len(input_ids):
+            raise EngineError(f"{self.url}/generate: {len(input_ids)} prompts sent, got {str(responses)[:200]}")
+        return responses
+
+    def pause(self, mode: str) -> None:
+        """Stop generating; what is in flight is aborted, put back in the queue (retract), or frozen (in_place)."""
+        self._post("/pause_generation", {"mode": mode})
+
+    def resume(self) -> None:
+        self._post("/continue_generation", {})
+
+    def flush_cache(self) -> None:
+        """Drop the prefix cache: what it holds was computed by the old weights."""
+        self._post("/flush_cache", {}, is_json=False)
+
+    def init_weights_group(
+        self, address: str, port: int, rank_offset: int, world_size: int, name: str, backend: str
+    ) -> None:
+        """Join the process group over which weights arrive; blocks until every member has joined."""
+        self._post(
+            "/init_weights_update_group",
+            {"master_address": address, "master_port": port, "rank_offset": rank_offset, "world_size": world_size,
+             "group_name": name, "backend": backend},
+        )  # fmt: skip
+
+    def destroy_weights_group(self, name: str) -> None:
+        self._post("/destroy_weights_update_group", {"group_name": name})
+
+    def begin_update(self) -> None:
+        self._post("/begin_weight_update", {})
+
+    def receive_bucket(self, names: list[str], dtypes: list[str], shapes: list[list[int]], group: str) -> None:
+        """Receive one flattened bucket of the group's next broadcast and load it; blocks until it is loaded."""
+        self._post(
+            "/update_weights_from_distributed",
+            {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group, "flush_cache": False,
+             "load_format": "flattened_bucket"},
+        )  # fmt: skip
+
+    def end_update(self) -> None:
+        self._post("/end_weight_update", {})
+
+    def stamp(self, version: int) -> None:
+        """Name the weights now loaded. Requests are kept: the endpoint aborts them unless told not to."""
+        self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
+    def weight_version(self) -> str:
+        """The version the engine says it serves; "default" before the first stamp."""
+        return str(self._request("GET", "/model_info").json()["weight_version"])
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _post(self, path: str, body: dict[str, Any], is_json: bool = True) -> Any:
+        response = self._request("POST", path, body)
+        if not is_json:
+            return response.text
+        answer = response.json()
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise EngineError(f"{self.url}{path}: {answer.get('message')}")
+        return answer
+
+    def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+        try:
+            response = self._http.request(method, path, json=body)
+        except httpx.TransportError as error:
+            raise EngineError(f"{self.url}{path}: no answer: {error or type(error).__name__}") from error
+        if response.is_error:
+            raise EngineError(f"{self.url}{path}: HTTP {response.status_code}: {response.text[:500]}")
+        return response

@@ -1,0 +1,96 @@
+"""One data-parallel rank of the GRPO trainer."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from miles_plugin.arguments import TrainConfig
+from miles_plugin.training.grpo import PaddedBatch, clipped_policy_loss, next_token_log_probs
+from miles_plugin.training.policy import load_sharded
+
+
+class Trainer:
+    """Holds a shard of the policy and its optimizer. The default process group must be initialised.
+
+    Args:
+        config: the job's settings.
+        checkpoint: Hugging Face directory the policy starts from.
+        device_type: "cuda" or "cpu".
+    """
+
+    def __init__(self, config: TrainConfig, checkpoint: Path, device_type: str) -> None:
+        torch.manual_seed(config.seed)
+        self._config = config
+        self._mesh = init_device_mesh(device_type, (dist.get_world_size(),))
+        self._device = torch.device(device_type)
+        self.model = load_sharded(checkpoint, self._mesh)
+        self._optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=config.lr,
+            betas=(config.adam_beta1, config.adam_beta2),
+            weight_decay=config.weight_decay,
+        )
+
+    def train(self, batch: Mapping[str, Any]) -> dict[str, float]:
+        """Learn from this rank's shard of a rollout batch; collective over all ranks.
+
+        Returns means over the response tokens of all ranks: loss, clip_fraction; and grad_norm, of the last step.
+        """
+        samples = len(batch["tokens"])
+        totals = torch.zeros(2, device=self._device)
+        grad_norm = 0.0
+        steps = self._config.num_steps_per_rollout
+        for step in range(steps):
+            chosen = range(samples * step // steps, samples * (step + 1) // steps)
+            step_totals, grad_norm = self._optimizer_step(batch, chosen)
+            totals += step_totals / steps
+        loss, clip_fraction = totals.tolist()
+        return {"loss": loss, "clip_fraction": clip_fraction, "grad_norm": grad_norm}
+
+    def _optimizer_step(self, batch: Mapping[str, Any], rows: Sequence[int]) -> tuple[torch.Tensor, float]:
+        config = self._config
+        tokens = torch.tensor(float(sum(batch["rollout_mask_sums"][row] for row in rows)), device=self._device)
+        dist.all_reduce(tokens)
+        totals = torch.zeros(2, device=self._device)
+        for padded in self._micro_batches(batch, rows):
+            logits = self.model(padded.tokens, attention_mask=padded.attention_mask, use_cache=False).logits
+            log_probs = next_token_log_probs(logits, padded.tokens, config.rollout_temperature)
+            loss, clipped = clipped_policy_loss(log_probs, padded, config.eps_clip, config.eps_clip_high)
+            # FSDP averages gradients over the ranks; the token mean is over all ranks' tokens together.
+            (loss * dist.get_world_size() / tokens).backward()
+            totals += torch.stack([loss.detach(), clipped])
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_grad)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        dist.all_reduce(totals)
+        return totals / tokens, float(norm.full_tensor())  # type: ignore[attr-defined]  # a DTensor under FSDP2
+
+    def _micro_batches(self, batch: Mapping[str, Any], rows: Sequence[int]) -> Iterator[PaddedBatch]:
+        # By length, so that little of a micro-batch is padding; every rank has equally many, which FSDP needs.
+        ordered = sorted(rows, key=lambda row: len(batch["tokens"][row]))
+        size = self._config.micro_batch_size
+        for start in range(0, len(ordered), size):
+            yield pad(batch, ordered[start : start + size], self._device)
+
+
+def pad(batch: Mapping[str, Any], rows: Sequence[int], device: torch.device) -> PaddedBatch:
+    """Copy some rows of a rollout batch (numpy views, read-only) into padded tensors on `device`."""
+    lengths = [len(batch["tokens"][row]) for row in rows]
+    shape = (len(rows), max(lengths))
+    tokens, attention = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    response_mask, old_log_probs = np.zeros((shape[0], shape[1] - 1), np.float32), np.zeros(
+        (shape[0], shape[1] - 1), np.float32
+    )
+    for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        tokens[i, :length] = batch["tokens"][row]
+        attention[i, :length] = 1
+        response = slice(length - 1 - int(batch["response_lengths"][row]), length - 1)
+        response_mask[i, response] = batch["loss_masks"][row]
+        old_log_probs[i, response] = batch["rollout_log_probs"][row]
+    advantages = np.asarray([batch["rewards"][row] for row in rows], np.float32)
+    return PaddedBatch(*(torch.from_numpy(a).to(device) for a in (tokens, attention, response_mask, old_log_probs, advantages)))

@@ -1,0 +1,66 @@
+"""The policy version: the integer that says which weights made a sample.
+
+Engines and samples carry it as a decimal string ("7"); `DEFAULT` is what an engine reports before its first update.
+The rollout manager owns the authority, so that a number is never a trainer process's own counter and cannot step
+back when a trainer is replaced. The log outlives the manager; claims across processes come with durable recovery.
+"""
+
+import os
+from pathlib import Path
+
+DEFAULT = "default"
+
+
+def oldest(weight_versions: list[str]) -> int | None:
+    """The oldest version among those that made a sample, or None if none was pushed yet."""
+    numbers = [int(version) for version in weight_versions if version != DEFAULT]
+    return min(numbers, default=None)
+
+
+class VersionAuthority:
+    """Allocates and announces policy versions, and appends both to a log that is fsynced before it answers.
+
+    Args:
+        log: file of lines "allocate 7" and "announce 7"; read back when it exists, so numbers continue upward.
+    """
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._newest = -1
+        self._current: int | None = None
+        if log.exists():
+            for line in log.read_text().splitlines():
+                event, _, number = line.partition(" ")
+                self._newest = max(self._newest, int(number))
+                if event == "announce":
+                    self._current = max(self._current or 0, int(number))
+
+    @property
+    def current(self) -> int | None:
+        """The highest announced version; None before the first."""
+        return self._current
+
+    def allocate(self) -> int:
+        """A number above every earlier one; it stays a hole if its update is abandoned."""
+        self._append("allocate", self._newest + 1)
+        self._newest += 1
+        return self._newest
+
+    def announce(self, version: int) -> None:
+        """Declare that engines are about to serve `version`.
+
+        Raises:
+            ValueError: the number was never allocated, or a higher one was announced.
+        """
+        if not 0 <= version <= self._newest or (self._current is not None and version < self._current):
+            raise ValueError(
+                f"version {version} cannot be announced: newest allocated is {self._newest}, current is {self._current}"
+            )
+        self._append("announce", version)
+        self._current = version
+
+    def _append(self, event: str, version: int) -> None:
+        with self._log.open("a") as log:
+            log.write(f"{event} {version}\n")
+            log.flush()
+            os.fsync(log.fileno())

@@ -1,0 +1,91 @@
+"""Backends carry encoded batches as bytes; everything above them is the same for all.
+
+A backend is a factory `(BackendOptions) -> Carrier`. Ours are in this package; others register the factory under the
+entry-point group `mooncake_store.backends`, the entry point's name being the backend's name.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from mooncake_store.errors import ConfigError
+from mooncake_store.ref import BatchRef
+
+ENTRY_POINT_GROUP = "mooncake_store.backends"
+BUILT_IN = {"ray": "mooncake_store.backends.ray", "mooncake": "mooncake_store.backends.mooncake"}
+
+
+class Payload(Protocol):
+    """An encoded batch that still has to be written somewhere."""
+
+    @property
+    def nbytes(self) -> int:
+        """Exact size in bytes of the object to allocate."""
+
+    def write_into(self, out: npt.NDArray[np.uint8]) -> str:
+        """Fill `out` (uint8, [nbytes]) in one pass and return the digest."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackendOptions:
+    """What `open_store` hands to a backend's factory."""
+
+    run_id: str
+    init_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    replica_num: int = 1
+    contribute_segment: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a payload went: its key, its digest, and the handle that must travel inside the ref, if any."""
+
+    key: str
+    digest: str
+    handle: Any = None
+
+
+class Carrier(Protocol):
+    """Moves bytes. Every call ends in bounded time and raises only StoreError."""
+
+    def put(self, payload: Payload) -> Placed:
+        """Store one object; when it returns, the object can be read elsewhere."""
+
+    def get(self, ref: BatchRef) -> npt.NDArray[np.uint8]:
+        """Return the object, uint8 [ref.nbytes], read-only; its memory stays valid while any view of it lives."""
+
+    def remove(self, ref: BatchRef) -> None:
+        """Free the object; removing what is already gone is not an error."""
+
+    def close(self) -> None:
+        """Give everything back; idempotent. Views handed out stay valid."""
+
+
+Factory = Callable[[BackendOptions], Carrier]
+
+
+def known_backends() -> list[str]:
+    """Names accepted by `open_store`, built-in ones first."""
+    return [*BUILT_IN, *sorted(set(entry_points(group=ENTRY_POINT_GROUP).names) - set(BUILT_IN))]
+
+
+def find_backend(name: str) -> Factory:
+    """Return the factory of the backend called `name`.
+
+    Raises:
+        ConfigError: no built-in backend and no entry point has this name.
+    """
+    if name in BUILT_IN:
+        factory: Factory = importlib.import_module(BUILT_IN[name]).open_carrier
+        return factory
+    for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
+        loaded: Factory = entry.load()
+        return loaded
+    raise ConfigError(f"unknown backend {name!r}: known backends are {', '.join(known_backends())}")

@@ -1,0 +1,268 @@
+"""What each entry of a batch is: a dense array, ragged rows, or a tree; and which entries have one item per sample.
+
+Rules, in this order:
+  * `num_rows` is the length of `tokens` when it is a list or an array. Otherwise it is the most common length among
+    the lists and arrays (ties: the first seen), 0 without any.
+  * An entry is a per-sample column when it is a list or an array of num_rows items and is not named in BATCH_LEVEL.
+    Everything else (numbers, text, dicts, tuples, lists of another length) is one value, never sliced by rows.
+  * How a column is stored follows its ValueSpec, else DEFAULT_SPECS, else its values.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mooncake_store.arrays import DTYPES, Array, cast, infer, normalise, pack
+from mooncake_store.tree import TreeWriter
+
+CODECS = ("auto", "typed_ragged", "ndarray", "ragged_tensor_dict", "msgpack_ragged")
+
+
+@dataclass(frozen=True, slots=True)
+class ValueSpec:
+    """How to store one column.
+
+    Attributes:
+        codec: "auto" decides from the values; "typed_ragged" stores rows of numbers; "ndarray" one rectangular array;
+            "ragged_tensor_dict" dicts of arrays, or None; "msgpack_ragged" anything, as it went in.
+        dtype: numpy name of the numbers, or None for the dtype of the values. A torch dtype is understood.
+    """
+
+    codec: str = "auto"
+    dtype: Any = None
+
+    def __post_init__(self) -> None:
+        if self.codec not in CODECS:
+            raise ValueError(f"codec {self.codec!r} is unknown; allowed: {', '.join(CODECS)}")
+        if self.dtype is None:
+            return
+        name = str(self.dtype).removeprefix("torch.")
+        if name not in DTYPES:
+            with suppress(TypeError):
+                name = np.dtype(self.dtype).name
+        if name not in DTYPES:
+            raise ValueError(f"dtype {self.dtype!r} cannot be stored; allowed: {', '.join(DTYPES)}")
+        object.__setattr__(self, "dtype", name)
+
+
+_TOKENS = ValueSpec("typed_ragged", "int32")
+_PROBABILITIES = ValueSpec("typed_ragged", "float32")
+
+# The columns of a rollout batch as miles names them; an explicit ValueSpec wins.
+DEFAULT_SPECS: Mapping[str, ValueSpec] = {
+    "tokens": _TOKENS,
+    "loss_masks": _TOKENS,
+    "rollout_routed_experts": _TOKENS,
+    "rollout_indexer_topk": _TOKENS,
+    "rollout_log_probs": _PROBABILITIES,
+    "teacher_log_probs": _PROBABILITIES,
+    "opd_reverse_kl": _PROBABILITIES,
+}
+
+# Describe the batch as a whole, even when their length happens to equal the number of samples.
+BATCH_LEVEL = frozenset(
+    {"dynamic_global_batch_size", "num_microbatches", "micro_batch_indices", "num_rollouts", "round_number"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """A per-sample column that is one array, [num_rows, ...]."""
+
+    array: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """A per-sample column of arrays that share dtype and rank but not shape."""
+
+    rows: list[Array]
+    dtype: np.dtype[Any]
+    ndim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Packed values: one per sample, or a single one for the whole batch."""
+
+    blobs: list[bytes]
+    leaves: TreeWriter
+    per_row: bool
+
+
+Column = Dense | Ragged | Tree
+
+
+def num_rows_of(batch: Mapping[str, Any]) -> int:
+    """Number of samples of `batch`, by the rule in the module's docstring."""
+    lengths = [len(value) for name, value in batch.items() if name not in BATCH_LEVEL and _is_sequence(value)]
+    tokens: Any = batch.get("tokens")
+    if _is_sequence(tokens):
+        return len(tokens)
+    return Counter(lengths).most_common(1)[0][0] if lengths else 0
+
+
+def analyse(name: str, value: Any, spec: ValueSpec | None, num_rows: int) -> Column:
+    """Decide how to store one entry, converting its values.
+
+    Args:
+        name: the entry's key, used in messages.
+        value: a list, array, tensor, or any single value.
+        spec: what the caller asked for; None looks in DEFAULT_SPECS.
+        num_rows: the number of samples of the batch.
+
+    Raises:
+        TypeError: a value that cannot be stored, or that contradicts its spec; names the column and the row.
+        OverflowError: a number that its dtype cannot hold; names the column and the row.
+        ValueError: a column that must have one item per sample has another length.
+    """
+    asked = spec is not None and spec.codec != "auto"
+    spec = spec or DEFAULT_SPECS.get(name) or ValueSpec()
+    with _naming(name):
+        value = normalise(value)
+    if name in BATCH_LEVEL or not _is_sequence(value) or len(value) != num_rows:
+        if spec.codec == "typed_ragged" and _is_sequence(value):
+            raise ValueError(f"column {name!r} has {len(value)} rows, the batch has {num_rows}")
+        return _tree(name, [value], per_row=False)
+    dtype = None if spec.dtype is None else np.dtype(spec.dtype).newbyteorder("<")
+
+    if spec.codec in ("msgpack_ragged", "ragged_tensor_dict"):
+        return _tree(name, list(value), per_row=True)
+    if isinstance(value, np.ndarray):
+        with _naming(name):
+            return Dense(value if dtype is None else cast(value, dtype))
+    if spec.codec == "ndarray":
+        return _stacked(name, value, dtype)
+    if spec.codec == "typed_ragged" and (asked or all(map(_is_row, value))):
+        return _ragged(name, value, dtype)
+    return _inferred(name, value, dtype)
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, list) or (getattr(value, "ndim", 0) > 0 and hasattr(value, "dtype"))
+
+
+def _is_row(value: Any) -> bool:
+    return isinstance(value, list | tuple) or hasattr(value, "dtype")
+
+
+def _inferred(name: str, values: list[Any], dtype: np.dtype[Any] | None) -> Column:
+    with _naming(name):
+        scalars = infer(values)
+        if scalars is not None:
+            return Dense(scalars if dtype is None else cast(scalars, dtype))
+    rows = _typed_rows(name, values)
+    if rows is None:
+        return _tree(name, values, per_row=True)
+    if dtype is not None:
+        rows = [_cast_row(name, index, row, dtype) for index, row in enumerate(rows)]
+    return Ragged(rows, rows[0].dtype, rows[0].ndim)
+
+
+def _typed_rows(name: str, values: list[Any]) -> list[Array] | None:
+    """The rows as arrays of one dtype and rank, or None when they are not all numeric and alike."""
+    rows: list[Array] = []
+    for index, value in enumerate(values):
+        with _naming(name, index):
+            row = normalise(value)
+            if isinstance(row, list):
+                row = infer(row) if row else np.empty(0, dtype=bool)
+        if not isinstance(row, np.ndarray):
+            return None
+        rows.append(row)
+    # An empty list says nothing about its dtype: it takes the others', and without others stays a list.
+    blank = [isinstance(value, list) and not value for value in values]
+    known = {(row.dtype, row.ndim) for row, empty in zip(rows, blank, strict=True) if not empty}
+    if len(known) != 1:
+        return None
+    dtype, ndim = known.pop()
+    if any(blank) and ndim != 1:
+        return None
+    return [np.empty(0, dtype=dtype) if empty else row for row, empty in zip(rows, blank, strict=True)]
+
+
+def _ragged(name: str, values: list[Any], dtype: np.dtype[Any] | None) -> Column:
+    if dtype is None:
+        column = _inferred(name, values, None)
+        if not isinstance(column, Ragged) and values:
+            raise TypeError(f"column {name!r} is not rows of numbers of one dtype and rank, as typed_ragged asks")
+        return column
+    rows = [_cast_row(name, index, value, dtype) for index, value in enumerate(values)]
+    ndim = max((row.ndim for row in rows), default=1)
+    trailing = next((row.shape[1:] for row in rows if row.ndim == ndim), ())
+    for index, row in enumerate(rows):
+        if row.ndim != ndim and row.shape == (0,):  # [] among nested lists: no item, but the same item shape
+            rows[index] = row = row.reshape(0, *trailing)
+        if row.ndim != ndim:
+            raise TypeError(f"column {name!r}, row {index}: rank {row.ndim}, while other rows have rank {ndim}")
+    return Ragged(rows, dtype, ndim)
+
+
+def _cast_row(name: str, index: int, value: Any, dtype: np.dtype[Any]) -> Array:
+    with _naming(name, index):
+        row = normalise(value)
+        if isinstance(row, np.ndarray):
+            return cast(row, dtype)
+        if not isinstance(row, list | tuple):
+            raise TypeError(f"a {type(row).__name__} is not a row of numbers")
+        if row and isinstance(row[0], list | tuple | np.ndarray):
+            return cast(_rectangle(row), dtype)
+        return pack(row, dtype)
+
+
+def _stacked(name: str, values: list[Any], dtype: np.dtype[Any] | None) -> Dense:
+    with _naming(name):
+        array = infer(values)
+    if array is None:
+        rows = [_rectangle_of(name, index, value, dtype) for index, value in enumerate(values)]
+        alike = {(row.dtype, row.shape) for row in rows}
+        if len(alike) > 1:
+            found = ", ".join(f"{row_dtype}{list(shape)}" for row_dtype, shape in sorted(alike, key=str)[:4])
+            raise TypeError(f"column {name!r}: rows of {found} are not one array; use typed_ragged, or give a dtype")
+        array = np.stack(rows) if rows else np.empty(0)
+    with _naming(name):
+        return Dense(array if dtype is None else cast(array, dtype))
+
+
+def _rectangle_of(name: str, index: int, value: Any, dtype: np.dtype[Any] | None) -> Array:
+    with _naming(name, index):
+        row = normalise(value)
+        array = row if isinstance(row, np.ndarray) else _rectangle(row)
+        return array if dtype is None else cast(array, dtype)
+
+
+def _rectangle(value: Any) -> Array:
+    """A number or nested lists of numbers as one array."""
+    try:
+        array = np.array(value)
+    except ValueError:
+        raise TypeError("nested lists of unequal lengths are not one array") from None
+    if array.dtype.name not in DTYPES:
+        raise TypeError(f"{value!r:.80} is not made of numbers")
+    return array
+
+
+def _tree(name: str, values: Sequence[Any], *, per_row: bool) -> Tree:
+    leaves = TreeWriter()
+    blobs = []
+    for index, value in enumerate(values):
+        with _naming(name, index if per_row else None):
+            blobs.append(leaves.pack(value))
+    return Tree(blobs, leaves, per_row)
+
+
+@contextmanager
+def _naming(column: str, row: int | None = None) -> Iterator[None]:
+    """Put the column and the row in front of whatever goes wrong inside."""
+    try:
+        yield
+    except (TypeError, OverflowError, ValueError) as error:
+        kind = next(known for known in (TypeError, OverflowError, ValueError) if isinstance(error, known))
+        where = f"column {column!r}" if row is None else f"column {column!r}, row {row}"
+        raise kind(f"{where}: {error}") from error

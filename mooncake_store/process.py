@@ -1,0 +1,63 @@
+"""Child processes that end with their parent: started in the background, logged to a file, stopped by pid only."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_GUARD = Path(__file__).with_name("process_guard.py")
+_GUARD_GRACE_SECONDS = 5.0
+
+
+class ManagedProcess:
+    """A running command whose whole process group ends when `stop()` is called or this process dies.
+
+    Args:
+        name: what messages call it, e.g. "mooncake_master".
+        command: program and arguments.
+        log: file that gets the command's output, appended; parent directories are made.
+        env: environment of the command, instead of this process's own.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
+        self.name = name
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            self._guard = subprocess.Popen(
+                [sys.executable, "-S", "-E", str(_GUARD), *command],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env=None if env is None else dict(env),
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id of the guard, which is also the id of the command's process group."""
+        return self._guard.pid
+
+    def exit_status(self) -> int | None:
+        """The command's exit status, 128 + n when signal n ended it; None while it runs."""
+        status = self._guard.poll()
+        return status if status is None or status >= 0 else 128 - status
+
+    def log_tail(self, lines: int = 15) -> str:
+        """The last lines of the log."""
+        try:
+            return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+        except OSError as error:
+            return f"({self.log} cannot be read: {error.strerror})"
+
+    def stop(self) -> None:
+        """End the command and its descendants; idempotent. Returns within about 10 seconds."""
+        if self._guard.stdin is not None and not self._guard.stdin.closed:
+            self._guard.stdin.close()
+        try:
+            self._guard.wait(_GUARD_GRACE_SECONDS + 3.0)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._guard.pid, signal.SIGKILL)
+            self._guard.wait()

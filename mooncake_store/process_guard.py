@@ -1,0 +1,60 @@
+"""Run a command and end it, with everything it started, when the process that asked for it is gone.
+
+`python -S -E process_guard.py COMMAND...`, standard library only. The guard holds the read end of a pipe (its
+standard input) whose write end only its parent has: end-of-file means that the parent closed it or died, however it
+died. PR_SET_PDEATHSIG would be less code, but fires when the *thread* that forked ends, and only for one process.
+The guard leads a session of its own, so the command and its descendants form one process group.
+"""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+
+GRACE_SECONDS = 5.0
+
+
+def _end_group() -> None:
+    """SIGTERM to the group, then SIGKILL to what is left of it."""
+    os.killpg(0, signal.SIGTERM)
+    deadline = time.monotonic() + GRACE_SECONDS
+    while _others_in_group() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if _others_in_group():
+        os.killpg(0, signal.SIGKILL)
+
+
+def _default_sigterm() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _others_in_group() -> bool:
+    group, me = os.getpgrp(), os.getpid()
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit() or int(entry) == me:
+            continue
+        try:
+            with open(f"/proc/{entry}/stat", "rb") as stat:
+                state, _parent, member_of = stat.read().rpartition(b")")[2].split()[:3]
+        except OSError:
+            continue
+        if int(member_of) == group and state != b"Z":
+            return True
+    return False
+
+
+def main(command: list[str]) -> int:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to the whole group below; the guard must outlast it
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_default_sigterm)
+    select.select([0, os.pidfd_open(child.pid)], [], [])
+    status = child.poll()
+    if status is None or _others_in_group():  # a command's own children must not outlive it either
+        _end_group()
+    status = child.wait()
+    return status if status >= 0 else 128 - status
+
+
+if __name__ == "__main__":
+    os._exit(main(sys.argv[1:]))

@@ -1,0 +1,213 @@
+"""The transport's interface: open a store, put a batch, get it back, remove it."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import uuid
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from mooncake_store.backends import BackendOptions, Carrier, find_backend
+from mooncake_store.columns import ValueSpec
+from mooncake_store.errors import ConfigError, StoreClosed
+from mooncake_store.layout import Rows, as_lists, decode, encode
+from mooncake_store.ref import BatchRef, check_format, provenance
+
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+class GetResult:
+    """A batch that was read. Use it as a context manager, or call `release` when done.
+
+    Its arrays look into memory that the backend lends. Releasing drops this result's own hold; the memory is lent again
+    only when the last array that looks into it is gone, so an array kept longer stays valid.
+    """
+
+    def __init__(self, batch: dict[str, Any]) -> None:
+        self._batch: dict[str, Any] | None = batch
+
+    @property
+    def value(self) -> dict[str, Any]:
+        """The batch, a dict of the caller's own; StoreClosed after release."""
+        if self._batch is None:
+            raise StoreClosed("this result was released; keep what you need before release, or get the batch again")
+        return self._batch
+
+    def release(self) -> None:
+        """Let go of the batch; idempotent."""
+        self._batch = None
+
+    def __enter__(self) -> dict[str, Any]:
+        return self.value
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class ObjectStore:
+    """Puts and gets batches through one backend. Safe to share between threads; open one per process, never fork it."""
+
+    def __init__(self, backend: str, run_id: str, carrier: Carrier) -> None:
+        self.backend = backend
+        self.run_id = run_id
+        self._carrier = carrier
+        self._closed = False
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._stats = {"puts": 0, "gets": 0, "removes": 0, "bytes_put": 0, "bytes_got": 0}
+
+    def put(self, batch: Mapping[str, Any], value_spec: Mapping[str, ValueSpec] | None = None) -> BatchRef:
+        """Store a batch and return its ref; when this returns, any process with the ref can read it.
+
+        Args:
+            batch: columns and values by name; `columns` states what may be in it.
+            value_spec: codec and dtype by column name, for columns whose values do not speak for themselves.
+
+        Raises:
+            TypeError, OverflowError, ValueError: a value that cannot be stored, named by column and row. Nothing was
+                stored.
+            StoreFull: no room within the backend's bounded wait.
+            StoreUnavailable: the backend cannot be reached.
+            StoreClosed: the store was closed.
+        """
+        self._check_open()
+        encoded = encode(batch, value_spec)
+        origin = provenance(batch)
+        placed = self._carrier.put(encoded)
+        self._count(puts=1, bytes_put=encoded.nbytes)
+        return BatchRef(
+            backend=self.backend,
+            run_id=self.run_id,
+            key=placed.key,
+            num_rows=encoded.num_rows,
+            nbytes=encoded.nbytes,
+            digest=placed.digest,
+            handle=placed.handle,
+            **origin._asdict(),
+        )
+
+    def get(
+        self,
+        ref: BatchRef,
+        fields: Sequence[str] | None = None,
+        rows: Rows = None,
+        as_lists: bool = False,
+    ) -> GetResult:
+        """Read a batch, or some of its columns and rows. Every byte returned was checked against the ref's digest.
+
+        Args:
+            ref: what `put` returned, here or in another process.
+            fields: columns to return, in this order; None for all.
+            rows: a slice or row numbers; None for all. Values that describe the whole batch ignore it.
+            as_lists: numeric columns as Python lists instead of read-only numpy views.
+
+        Raises:
+            ObjectNotFound, ObjectLost: the batch was removed, or died with its owner.
+            IntegrityError: the bytes are not those that were put.
+            StoreUnavailable, StoreFull: the backend cannot be reached, or this process holds too many results.
+            StoreClosed: the store was closed.
+            KeyError, IndexError: a column or row that the batch does not have.
+        """
+        self._check_open()
+        self._check_ref(ref)
+        data = self._carrier.get(ref)
+        batch = decode(data, fields, rows, digest=ref.digest)
+        self._count(gets=1, bytes_got=ref.nbytes)
+        return GetResult(_as_lists(batch) if as_lists else batch)
+
+    def remove(self, ref: BatchRef) -> None:
+        """Free a batch. Removing it again, or when it is already gone, does nothing.
+
+        Raises:
+            StoreUnavailable: the backend cannot be reached; the batch may still be there.
+            StoreClosed: the store was closed.
+        """
+        self._check_open()
+        self._check_ref(ref)
+        self._carrier.remove(ref)
+        self._count(removes=1)
+
+    def stats(self) -> dict[str, int]:
+        """Return counters since open: puts, gets, removes, bytes_put, bytes_got (bytes of stored objects)."""
+        with self._lock:
+            return dict(self._stats)
+
+    def close(self) -> None:
+        """Disconnect; idempotent. Every later call raises StoreClosed; arrays already read stay valid."""
+        self._closed = True
+        if os.getpid() == self._pid:
+            self._carrier.close()
+
+    def __enter__(self) -> ObjectStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        # Before any lock is touched: a fork may have copied it in its locked state.
+        if os.getpid() != self._pid:
+            raise StoreClosed(
+                f"this store was opened by process {self._pid} and forked into {os.getpid()}, where it cannot work; "
+                f"start the process with 'spawn' and open a store in it"
+            )
+        if self._closed:
+            raise StoreClosed(f"the {self.backend} store of run {self.run_id!r} is closed; open a new one")
+
+    def _check_ref(self, ref: BatchRef) -> None:
+        check_format(ref.format)
+        if ref.backend != self.backend:
+            raise ConfigError(
+                f"ref {ref.key!r} was put by backend {ref.backend!r}, this store is {self.backend!r}; "
+                f"open the same backend in every process"
+            )
+
+    def _count(self, **amounts: int) -> None:
+        with self._lock:
+            for name, amount in amounts.items():
+                self._stats[name] += amount
+
+
+_as_lists = as_lists  # `get` has a parameter of this name
+
+
+def open_store(
+    backend: str,
+    init_kwargs: Mapping[str, Any] | None = None,
+    replica_num: int = 1,
+    contribute_segment: bool | None = None,
+    run_id: str | None = None,
+) -> ObjectStore:
+    """Open the store of this process.
+
+    Args:
+        backend: "ray", "mooncake", or a name from the entry-point group mooncake_store.backends.
+        init_kwargs: the backend's settings. For mooncake see `MooncakeConfig`, each falling back to the environment;
+            ray has none.
+        replica_num: number of owners that must hold each batch; a put that gets fewer fails. Ray takes 1 only.
+        contribute_segment: whether this process lends memory to the store; None means that LOCAL_RANK is unset or 0,
+            so that one process per node does.
+        run_id: names the run whose keys this store writes; None makes a new one. Processes of one run share it.
+
+    Raises:
+        ConfigError: an unknown backend or setting, or a value that cannot be used (also a ValueError).
+        StoreUnavailable: the master does not answer; decided within about ten seconds.
+    """
+    if isinstance(replica_num, bool) or not isinstance(replica_num, int) or replica_num < 1:
+        raise ConfigError(f"replica_num = {replica_num!r}: allowed is an integer of at least 1")
+    if run_id is None:
+        run_id = uuid.uuid4().hex
+    if not _RUN_ID.fullmatch(run_id):
+        raise ConfigError(f"run_id = {run_id!r}: allowed are 1 to 128 letters, digits, '.', '_' and '-'")
+    if contribute_segment is None:
+        contribute_segment = (os.environ.get("LOCAL_RANK") or "0") == "0"
+    factory = find_backend(backend)
+    options = BackendOptions(run_id, dict(init_kwargs or {}), replica_num, contribute_segment)
+    return ObjectStore(backend, run_id, factory(options))

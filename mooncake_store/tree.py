@@ -1,0 +1,133 @@
+"""Anything that is not a plain column of numbers: msgpack, with arrays kept out of band so that they stay views.
+
+Two msgpack extension types are ours: 1 is a tuple (its items as a msgpack array), 2 is an array (dtype, shape and
+byte offset into the column's own leaf buffer).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from mooncake_store.arrays import Array, Bytes, as_bytes, dtype_of, normalise
+from mooncake_store.errors import IntegrityError
+
+TUPLE, ARRAY = 1, 2
+ALIGNMENT = 64
+_ATOMS = frozenset({type(None), bool, int, float, str, bytes})
+_KEYS = frozenset({str, int})
+_encoder = msgspec.msgpack.Encoder()
+
+
+class _Leaf(msgspec.Struct, array_like=True, frozen=True):
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+_leaf_decoder = msgspec.msgpack.Decoder(_Leaf)
+
+
+class TreeWriter:
+    """Packs the values of one column and gathers their arrays.
+
+    Attributes:
+        chunks: the byte pieces of the leaf buffer, in order, padded so that every array starts 64-byte aligned.
+        nbytes: size of the leaf buffer so far.
+    """
+
+    def __init__(self) -> None:
+        self.chunks: list[Bytes] = []
+        self.nbytes = 0
+
+    def pack(self, value: Any) -> bytes:
+        """Return the msgpack form of `value`.
+
+        Raises:
+            TypeError: something other than None, bool, int, float, str, bytes, list, tuple, dict with str or int keys,
+                ndarray or tensor, at any depth.
+            OverflowError: an int outside -2**63 .. 2**64-1.
+        """
+        try:
+            return _encoder.encode(self._plain(value))
+        except RecursionError:
+            raise TypeError("nested too deep, or contains itself") from None
+        except UnicodeEncodeError as error:
+            raise TypeError(f"text that is not valid Unicode: {error}") from None
+
+    def _plain(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _ATOMS:
+            return value
+        if kind is list:
+            return [self._plain(item) for item in value]
+        if kind is dict:
+            for key in value:
+                if type(key) not in _KEYS:
+                    raise TypeError(f"dict key {key!r:.80} is a {type(key).__name__}; allowed: str, int")
+            return {key: self._plain(item) for key, item in value.items()}
+        if kind is tuple:
+            return msgspec.msgpack.Ext(TUPLE, _encoder.encode([self._plain(item) for item in value]))
+        if isinstance(value, np.generic):
+            return self._scalar(value)
+        array = normalise(value)
+        if isinstance(array, np.ndarray):
+            return self._leaf(array)
+        if array is not value:  # an array of objects or of text: normalise made it a list
+            return self._plain(array)
+        raise TypeError(
+            f"a {kind.__module__}.{kind.__qualname__} cannot be stored; allowed: None, bool, int, float, str, bytes, "
+            f"lists, tuples and dicts of these, numpy arrays and torch tensors"
+        )
+
+    def _scalar(self, value: np.generic) -> Any:
+        plain = value.item()
+        if type(plain) not in _ATOMS:
+            raise TypeError(f"a numpy.{value.dtype} scalar cannot be stored; pass a Python number")
+        return plain
+
+    def _leaf(self, array: Array) -> msgspec.msgpack.Ext:
+        offset = self.nbytes
+        padding = -array.nbytes % ALIGNMENT
+        self.chunks += [as_bytes(array), np.zeros(padding, dtype=np.uint8)]
+        self.nbytes += array.nbytes + padding
+        return msgspec.msgpack.Ext(ARRAY, _encoder.encode(_Leaf(array.dtype.name, array.shape, offset)))
+
+
+def tree_reader(leaves: Bytes) -> Callable[[Any], Any]:
+    """Return the function that turns one packed value (a buffer) back into what it was; arrays are views of `leaves`.
+
+    The returned function raises IntegrityError for bytes that `TreeWriter.pack` cannot have written.
+    """
+
+    def extension(code: int, data: memoryview) -> Any:
+        if code == TUPLE:
+            items = decoder.decode(data)
+            if type(items) is not list:
+                raise IntegrityError("a packed tuple does not hold an array")
+            return tuple(items)
+        if code == ARRAY:
+            return _view(leaves, _leaf_decoder.decode(data))
+        raise IntegrityError(f"unknown extension type {code} in a packed value")
+
+    decoder = msgspec.msgpack.Decoder(ext_hook=extension)
+
+    def read(blob: Any) -> Any:
+        try:
+            return decoder.decode(blob)
+        except (msgspec.DecodeError, RecursionError, ValueError) as error:
+            raise IntegrityError(f"a packed value cannot be read: {error}") from error
+
+    return read
+
+
+def _view(leaves: Bytes, leaf: _Leaf) -> Array:
+    dtype = dtype_of(leaf.dtype)
+    nbytes = dtype.itemsize * math.prod(leaf.shape)
+    if min(leaf.shape, default=0) < 0 or not 0 <= leaf.offset <= leaf.offset + nbytes <= leaves.size:
+        raise IntegrityError(f"array {leaf} lies outside its buffer of {leaves.size} bytes")
+    return leaves[leaf.offset : leaf.offset + nbytes].view(dtype).reshape(leaf.shape)

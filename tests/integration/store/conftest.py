@@ -1,0 +1,27 @@
+"""Real services for the transport's tests: a mooncake_master of our own, a local Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mooncake_store import MasterProcess
+
+
+@pytest.fixture(scope="module")
+def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterProcess]:
+    # A dead owner is forgotten after client_ttl; ten seconds by default.
+    log: Path = tmp_path_factory.mktemp("master") / "master.log"
+    with MasterProcess(log, options={"client_ttl": "4"}) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[Any]:
+    ray = pytest.importorskip("ray")
+    ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=256 << 20, log_to_driver=False)
+    yield ray
+    ray.shutdown()

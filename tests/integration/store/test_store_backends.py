@@ -1,0 +1,176 @@
+"""Both backends carry the same batch to the same value: one matrix, real services."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mooncake_store import (
+    IntegrityError,
+    MasterProcess,
+    ObjectNotFound,
+    ObjectStore,
+    StoreClosed,
+    ValueSpec,
+    as_lists,
+    batch_digest,
+    open_store,
+)
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def stores(master: MasterProcess, request: pytest.FixtureRequest) -> Iterator[dict[str, ObjectStore]]:
+    request.getfixturevalue("local_ray")
+    settings = {
+        "master_server_address": master.address,
+        "protocol": "tcp",
+        "local_hostname": "127.0.0.1",
+        "global_segment_size": "64mb",
+        "local_buffer_size": "32mb",
+    }
+    with open_store("mooncake", settings, contribute_segment=True) as mooncake, open_store("ray") as ray:
+        yield {"mooncake": mooncake, "ray": ray}
+
+
+@pytest.fixture(params=["mooncake", "ray"])
+def store(stores: dict[str, ObjectStore], request: pytest.FixtureRequest) -> ObjectStore:
+    return stores[request.param]
+
+
+def rollout(rows: int = 5, seed: int = 0) -> dict[str, Any]:
+    random = np.random.default_rng(seed)
+    lengths = random.integers(2, 9, rows)
+    return {
+        "partition": list(range(rows)),
+        "tokens": [random.integers(0, 1000, n).tolist() for n in lengths],
+        "loss_masks": [[1] * int(n) for n in lengths],
+        "rollout_log_probs": [random.random(n).astype(np.float32) for n in lengths],
+        "rollout_routed_experts": [random.integers(0, 8, (n - 1, 3, 2), dtype=np.int32) for n in lengths],
+        "rewards": random.random(rows).tolist(),
+        "truncated": [False] * rows,
+        "prompt": [f"prompt {row} \N{SNOWMAN}" for row in range(rows)],
+        "metadata": [{"id": row, "tags": ["a", None], "pair": (1, "x")} for row in range(rows)],
+        "weight_versions": [["3", "4"], ["default"], [], ["5"], ["4"]][:rows],
+        "multimodal_train_inputs": [{"pixels": np.ones((2, row), dtype=np.float16)} for row in range(rows)],
+        "rollout_ids": [9] * rows,
+        "num_microbatches": [2] * rows,
+        "dynamic_global_batch_size": 128,
+    }
+
+
+VALUES: dict[str, Any] = {
+    "rollout": rollout(),
+    "lists": {"a": [1, 2], "b": [1.5, 2.5], "c": [True, False], "d": [[1], []], "e": [[0.5], [1.0, 2.0]]},
+    "mixed": {"a": [1, None], "b": ["x", 2.0], "c": [{"k": [b"v"]}, (1, 2)]},
+    "arrays": {
+        "a": np.asfortranarray(np.arange(12).reshape(3, 4)),
+        "b": np.arange(3, dtype=">f8"),
+        "c": [np.zeros((2, 0))] * 3,
+    },
+    "scalars": {"a": 1, "b": None, "c": "text", "d": 1.5, "e": [1, 2, 3]},
+    "empty": {},
+    "no rows": {"tokens": [], "rewards": []},
+    "large": {"tokens": [np.arange(300_000)], "x": np.ones((1, 1000, 1000), dtype=np.float32)},
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_both_backends_return_the_same(stores: dict[str, ObjectStore], name: str) -> None:
+    batch = VALUES[name]
+    digests = set()
+    for store in stores.values():
+        ref = store.put(batch)
+        with store.get(ref) as got:
+            assert list(got) == list(batch)
+            assert batch_digest(got) == ref.digest
+        lists = store.get(ref, as_lists=True).value
+        digests |= {ref.digest, batch_digest(batch)}
+        assert plain(lists) == plain(batch)
+        store.remove(ref)
+    assert len(digests) == 1
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return type(value)(map(plain, value))
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in as_lists(value).items()}
+    return value
+
+
+def test_tensors(store: ObjectStore) -> None:
+    torch = pytest.importorskip("torch")
+    tokens = [torch.arange(4), torch.arange(6)[::2]]
+    ref = store.put({"tokens": tokens, "x": torch.eye(2)})
+    got = store.get(ref).value
+    assert [row.tolist() for row in got["tokens"]] == [row.tolist() for row in tokens]
+    copy = torch.from_numpy(got["x"].copy())
+    assert torch.equal(copy, torch.eye(2))
+
+
+def test_fields_rows_and_specs(store: ObjectStore) -> None:
+    batch = rollout()
+    ref = store.put(batch, {"rewards": ValueSpec("auto", "float32")})
+    got = store.get(ref, fields=["rewards", "num_microbatches", "tokens"], rows=[4, 0]).value
+    assert got["rewards"].dtype == np.float32
+    assert got["rewards"].tolist() == np.array(batch["rewards"], dtype=np.float32)[[4, 0]].tolist()
+    assert [row.tolist() for row in got["tokens"]] == [batch["tokens"][4], batch["tokens"][0]]
+    assert got["num_microbatches"] == [2] * 5
+    assert (ref.weight_version_min, ref.weight_version_max, ref.rollout_id, ref.num_rows) == (3, 5, 9, 5)
+
+
+def test_arrays_are_read_only_and_outlive_the_result(store: ObjectStore) -> None:
+    refs = [store.put(rollout(seed=seed)) for seed in range(8)]
+    kept = store.get(refs[0]).value["tokens"]
+    with pytest.raises(ValueError, match="read-only"):
+        kept[0][0] = 1
+    for ref in refs[1:]:  # would overwrite the buffer, had it been lent again
+        with store.get(ref):
+            pass
+    assert [row.tolist() for row in kept] == rollout(seed=0)["tokens"]
+
+
+def test_remove_twice_then_get(store: ObjectStore) -> None:
+    ref = store.put(rollout())
+    held = store.get(ref)  # a reader's lease does not hinder removal
+    store.remove(ref)
+    store.remove(ref)
+    with pytest.raises(ObjectNotFound):
+        store.get(ref)
+    assert held.value["tokens"][0].tolist() == rollout()["tokens"][0]
+
+
+def test_a_refused_batch_stores_nothing(store: ObjectStore) -> None:
+    before = store.stats()
+    with pytest.raises(TypeError, match="column 'metadata', row 1"):
+        store.put({"tokens": [[1], [2]], "metadata": [{}, {"f": print}]})
+    assert store.stats() == before
+
+
+def test_a_ref_with_another_digest_is_refused(store: ObjectStore) -> None:
+    ref, other = store.put(rollout(seed=1)), store.put(rollout(seed=2))
+    with pytest.raises(IntegrityError):
+        store.get(dataclasses.replace(ref, digest=other.digest))
+    with pytest.raises(IntegrityError):
+        store.get(dataclasses.replace(ref, key=other.key, nbytes=ref.nbytes - 64, handle=other.handle))
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_use_after_close() -> None:
+    store = open_store("ray")
+    ref = store.put(rollout())
+    kept = store.get(ref).value["rewards"]
+    store.close()
+    store.close()
+    for call in (lambda: store.put({}), lambda: store.get(ref), lambda: store.remove(ref)):
+        with pytest.raises(StoreClosed):
+            call()
+    assert kept.tolist() == rollout()["rewards"]

@@ -1,0 +1,461 @@
+"""The Mooncake backend against a real master: processes, owners, full stores, wrong masters, forks."""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from store_children import Child
+
+from mooncake_store import (
+    BatchRef,
+    ConfigError,
+    IntegrityError,
+    MasterProcess,
+    ObjectLost,
+    ObjectNotFound,
+    ObjectStore,
+    StoreClosed,
+    StoreFull,
+    StoreUnavailable,
+    open_store,
+    probe_master,
+)
+from mooncake_store.backends.mooncake import MooncakeCarrier
+from mooncake_store.client import Limits, MooncakeClient
+from mooncake_store.config import resolve
+
+pytestmark = pytest.mark.integration
+
+HANG = 60.0  # seconds; far above every bound of ours, far below the measured hangs (90 s and for ever)
+MIB = 1 << 20
+
+
+def settings(address: str, **more: Any) -> dict[str, Any]:
+    return {
+        "master_server_address": address,
+        "protocol": "tcp",
+        "local_hostname": "127.0.0.1",
+        "global_segment_size": "32mb",
+        "local_buffer_size": "64mb",
+        **more,
+    }
+
+
+def store_with(limits: Limits, address: str, segment_bytes: int) -> ObjectStore:
+    config = resolve(settings(address), {})
+    client = MooncakeClient.connect(config, segment_bytes, limits)
+    return ObjectStore("mooncake", "run1", MooncakeCarrier(client, "run1", 1, config.local_buffer_size))
+
+
+def batch_of(nbytes: int, seed: int = 0) -> dict[str, Any]:
+    return {"tokens": [np.random.default_rng(seed).integers(0, 1 << 30, nbytes // 4, dtype=np.int32)]}
+
+
+def metric(master: MasterProcess, name: str) -> float:
+    with urllib.request.urlopen(f"{master.metrics_url}/metrics", timeout=5) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
+
+
+# --- connecting -----------------------------------------------------------------------------------------------------
+
+
+def open_and_report(connection: Connection, address: str) -> None:
+    open_store("mooncake", settings(address))
+    connection.send("opened")
+
+
+def test_a_wrong_master_ends_before_anything_is_imported() -> None:
+    started = time.monotonic()
+    with pytest.raises(StoreUnavailable, match=r"127\.0\.0\.1:1\b"):
+        open_store("mooncake", settings("127.0.0.1:1"))
+    assert time.monotonic() - started < HANG
+
+
+@pytest.fixture(params=["silent", "http", "closing"])
+def impostor(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A listener that accepts connections and is not a master."""
+    server = socket.create_server(("127.0.0.1", 0))
+    held = []
+
+    def serve() -> None:
+        while True:
+            try:
+                peer, _ = server.accept()
+            except OSError:
+                return
+            if request.param == "silent":
+                held.append(peer)
+                continue
+            if request.param == "http":
+                peer.recv(1)
+                peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            peer.close()
+
+    threading.Thread(target=serve, daemon=True).start()
+    yield f"127.0.0.1:{server.getsockname()[1]}"
+    server.close()
+    for peer in held:
+        peer.close()
+
+
+def test_a_listener_that_is_no_master(impostor: str) -> None:
+    started = time.monotonic()
+    with (
+        Child(open_and_report, impostor) as child,
+        pytest.raises(StoreUnavailable, match="does not serve as a Mooncake"),
+    ):
+        child.receive(HANG)
+    assert time.monotonic() - started < HANG
+
+
+def test_rdma_is_refused_where_there_is_none() -> None:
+    if Path("/sys/class/infiniband").is_dir():
+        pytest.skip("this host has an RDMA device")
+    with pytest.raises(ConfigError, match="no RDMA device"):
+        open_store("mooncake", settings("127.0.0.1:1", protocol="rdma"))
+
+
+# --- two processes --------------------------------------------------------------------------------------------------
+
+
+def own_segment_and_read(connection: Connection, address: str) -> None:
+    with open_store("mooncake", settings(address), contribute_segment=True, run_id="run1") as store:
+        connection.send("ready")
+        ref = BatchRef.from_json(connection.recv())
+        with store.get(ref) as batch:
+            connection.send([row.tolist() for row in batch["tokens"]])
+        store.remove(ref)
+        connection.send("removed")
+        connection.recv()
+
+
+def put_without_segment(connection: Connection, address: str) -> None:
+    with open_store("mooncake", settings(address), contribute_segment=False, run_id="run1") as store:
+        ref = store.put({"tokens": [[1, 2, 3], [4]]})
+        assert pickle.loads(pickle.dumps(ref)) == ref
+        connection.send(ref.to_json())
+        connection.recv()
+        try:
+            store.get(ref)
+        except ObjectNotFound:
+            connection.send("gone")
+
+
+def test_put_in_one_process_get_in_another(master: MasterProcess) -> None:
+    with Child(own_segment_and_read, master.address) as reader:
+        assert reader.receive(HANG) == "ready"
+        with Child(put_without_segment, master.address) as writer:
+            ref = writer.receive(HANG)
+            reader.send(ref)
+            assert reader.receive(HANG) == [[1, 2, 3], [4]]
+            assert reader.receive(HANG) == "removed"
+            writer.send("check")
+            assert writer.receive(HANG) == "gone"
+        reader.send("end")
+
+
+def put_where_nobody_owns_memory(_: Connection, address: str) -> None:
+    store_with(Limits(put=0.5), address, 0).put(batch_of(MIB))
+
+
+def test_a_store_without_memory_is_full_not_silent(master: MasterProcess) -> None:
+    with Child(put_where_nobody_owns_memory, master.address) as child, pytest.raises(StoreFull):
+        child.receive(HANG)
+
+
+# --- a full store ---------------------------------------------------------------------------------------------------
+
+
+def fill(connection: Connection, address: str) -> None:
+    with store_with(Limits(put=1.0), address, 32 * MIB) as store:
+        refs = []
+        try:
+            for seed in range(40):
+                refs.append(store.put(batch_of(2 * MIB, seed)))
+            full = None
+        except StoreFull as error:
+            full = error
+        connection.send((len(refs), full))
+        for seed, ref in enumerate(refs):  # nothing was evicted
+            with store.get(ref) as batch:
+                assert np.array_equal(batch["tokens"][0], batch_of(2 * MIB, seed)["tokens"][0])
+        store.remove(refs.pop())
+        refs.append(store.put(batch_of(2 * MIB, 99)))  # room again
+        connection.send("all read")
+        connection.recv()
+        for ref in refs:
+            store.remove(ref)
+
+
+def test_a_full_store_refuses_and_evicts_nothing(master: MasterProcess) -> None:
+    with Child(fill, master.address) as child:
+        stored, error = child.receive(HANG)
+        assert isinstance(error, StoreFull)
+        assert error.retryable
+        assert error.code == -200
+        assert 10 <= stored <= 16
+        assert child.receive(HANG) == "all read"
+        assert metric(master, "master_key_count") == stored
+        assert metric(master, "master_evicted_key_count") == 0
+        child.send("end")
+    # The last remove has answered, so the master's own count says whether removing frees.
+    assert metric(master, "master_key_count") == 0
+
+
+def put_while_another_thread_frees(connection: Connection, address: str) -> None:
+    with store_with(Limits(put=HANG), address, 16 * MIB) as store:
+        first = store.put(batch_of(10 * MIB, 1))
+        threading.Timer(0.5, store.remove, [first]).start()
+        second = store.put(batch_of(10 * MIB, 2))  # waits for the room
+        with store.get(second) as batch:
+            connection.send(np.array_equal(batch["tokens"][0], batch_of(10 * MIB, 2)["tokens"][0]))
+        store.remove(second)
+
+
+def test_a_waiting_put_goes_through_when_room_appears(master: MasterProcess) -> None:
+    with Child(put_while_another_thread_frees, master.address) as child:
+        assert child.receive(2 * HANG) is True
+
+
+def ask_for_two_replicas(_: Connection, address: str) -> None:
+    store = open_store("mooncake", settings(address), replica_num=2, contribute_segment=True)
+    try:
+        store.put(batch_of(MIB))
+    finally:
+        store.close()
+
+
+def test_too_few_owners_for_the_replicas(master: MasterProcess) -> None:
+    with Child(ask_for_two_replicas, master.address) as child, pytest.raises(StoreUnavailable, match="1 of 2 replicas"):
+        child.receive(HANG)
+    assert metric(master, "master_key_count") == 0  # the half-replicated object was undone
+
+
+# --- buffers --------------------------------------------------------------------------------------------------------
+
+
+def hold_results(connection: Connection, address: str) -> None:
+    config = resolve(settings(address, local_buffer_size="8mb"), {})
+    client = MooncakeClient.connect(config, 32 * MIB)
+    store = ObjectStore("mooncake", "run1", MooncakeCarrier(client, "run1", 1, config.local_buffer_size, wait=0.2))
+    ref = store.put(batch_of(3 * MIB))
+    held = [store.get(ref), store.get(ref)]
+    try:
+        store.get(ref)
+    except StoreFull as error:
+        connection.send(str(error))
+    arrays = [result.value["tokens"][0] for result in held]
+    for result in held:
+        result.release()
+    try:
+        store.get(ref)  # the arrays still look into the buffers
+    except StoreFull:
+        connection.send("still held")
+    del arrays
+    store.get(ref).release()
+    store.remove(ref)
+    store.close()
+    connection.send("read again")
+
+
+def test_held_results_bound_the_reader_and_never_hang_it(master: MasterProcess) -> None:
+    with Child(hold_results, master.address) as child:
+        assert "local_buffer_size" in child.receive(HANG)
+        assert child.receive(HANG) == "still held"
+        assert child.receive(HANG) == "read again"
+
+
+# --- close and fork -------------------------------------------------------------------------------------------------
+
+
+def use_after_close(connection: Connection, address: str) -> None:
+    store = open_store("mooncake", settings(address), contribute_segment=True)
+    ref = store.put({"tokens": [[1, 2]]})
+    kept = store.get(ref).value["tokens"][0]
+    store.close()
+    store.close()
+    for call in (lambda: store.put({}), lambda: store.get(ref), lambda: store.remove(ref)):
+        try:
+            call()
+            connection.send("no error")
+        except StoreClosed:
+            connection.send("closed")
+    connection.send(kept.tolist())
+
+
+def test_use_after_close(master: MasterProcess) -> None:
+    with Child(use_after_close, master.address) as child:
+        assert [child.receive(HANG) for _ in range(4)] == ["closed"] * 3 + [[1, 2]]
+        child.process.join(HANG)
+        assert child.process.exitcode == 0
+
+
+def end_without_close(connection: Connection, address: str) -> None:
+    store = open_store("mooncake", settings(address), contribute_segment=True)
+    store.put({"tokens": [[1]]})
+    connection.send("put")
+
+
+def test_a_process_that_ends_without_close_ends_cleanly(master: MasterProcess) -> None:
+    with Child(end_without_close, master.address) as child:
+        assert child.receive(HANG) == "put"
+        child.process.join(HANG)
+        assert child.process.exitcode == 0
+
+
+FORK = """
+import os, sys
+from mooncake_store import StoreClosed, open_store
+
+store = open_store("mooncake", eval(sys.argv[1]), contribute_segment=True)
+ref = store.put({"tokens": [[5]]})
+pid = os.fork()
+if pid == 0:
+    try:
+        store.get(ref)
+    except StoreClosed as error:
+        print(error, flush=True)
+    store.close()
+    sys.exit(7)  # runs the interpreter's whole teardown, in which Mooncake crashed when this was measured
+_, status = os.waitpid(pid, 0)
+assert store.get(ref, as_lists=True).value["tokens"] == [[5]]  # the parent works on
+store.close()
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+def test_a_forked_process_is_refused_and_ends(master: MasterProcess) -> None:
+    command = [sys.executable, "-c", FORK, repr(settings(master.address))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == 7, done.stderr
+    assert "'spawn'" in done.stdout
+
+
+# --- deaths ---------------------------------------------------------------------------------------------------------
+
+
+def own_segment(connection: Connection, address: str) -> None:
+    with open_store("mooncake", settings(address), contribute_segment=True):
+        connection.send("ready")
+        connection.recv()
+
+
+def write_then_read(connection: Connection, address: str) -> None:
+    with open_store("mooncake", settings(address), contribute_segment=False) as store:
+        ref = store.put(batch_of(MIB))
+        with store.get(ref):
+            pass
+        connection.send("put")
+        connection.recv()
+        store.get(ref)
+
+
+def test_the_death_of_the_owner_is_a_typed_loss(master: MasterProcess) -> None:
+    with Child(own_segment, master.address) as owner:
+        assert owner.receive(HANG) == "ready"
+        with Child(write_then_read, master.address) as writer:
+            assert writer.receive(HANG) == "put"
+            owner.kill()
+            writer.send("read")
+            with pytest.raises(ObjectLost):
+                writer.receive(HANG)
+
+
+def outlive_the_master(connection: Connection, address: str) -> None:
+    limits = Limits(put=1.0, get=1.0, remove=1.0)
+    store = store_with(limits, address, 16 * MIB)
+    ref = store.put(batch_of(MIB))
+    connection.send("put")
+    connection.recv()
+    for call in (lambda: store.put(batch_of(MIB)), lambda: store.get(ref), lambda: store.remove(ref)):
+        try:
+            call()
+            connection.send(None)
+        except StoreUnavailable as error:
+            connection.send((str(error), error.retryable))
+    store.close()
+    connection.send("closed")
+
+
+def test_the_death_of_the_master_is_typed_and_bounded(tmp_path: Path) -> None:
+    with MasterProcess(tmp_path / "master.log") as master, Child(outlive_the_master, master.address) as child:
+        assert child.receive(HANG) == "put"
+        master.stop()
+        child.send("go on")
+        for _ in range(3):
+            message, retryable = child.receive(HANG)
+            assert retryable
+            assert master.address in message
+        assert child.receive(HANG) == "closed"
+
+
+def test_an_overwritten_object_is_caught(master: MasterProcess) -> None:
+    with Child(own_and_overwrite, master.address) as child, pytest.raises(IntegrityError):
+        child.receive(HANG)
+
+
+def own_and_overwrite(_: Connection, address: str) -> None:
+    with open_store("mooncake", settings(address), contribute_segment=True) as store:
+        ref = store.put(batch_of(MIB))
+        carrier = store._carrier
+        assert isinstance(carrier, MooncakeCarrier)
+        descriptor = carrier._client._describe(ref.key)[0].get_memory_descriptor().buffer_descriptor
+        ctypes.memset(descriptor.buffer_address + ref.nbytes // 2, 0x55, 8)
+        store.get(ref)
+
+
+# --- the master's process -------------------------------------------------------------------------------------------
+
+
+def test_master_starts_answers_and_stops(tmp_path: Path) -> None:
+    with MasterProcess(tmp_path / "logs" / "master.log") as master:
+        probe_master(master.address)
+        with urllib.request.urlopen(f"{master.metrics_url}/health", timeout=5) as answer:
+            assert answer.status == 200
+    with pytest.raises(StoreUnavailable):
+        probe_master(master.address, timeout=1)
+    master.stop()
+
+
+def test_a_master_that_dies_at_start_shows_its_log(tmp_path: Path) -> None:
+    with pytest.raises(StoreUnavailable, match="no_such_option"):
+        MasterProcess(tmp_path / "master.log", options={"no_such_option": "1"})
+
+
+def test_a_master_dies_with_its_parent(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from mooncake_store import MasterProcess\n"
+        "master = MasterProcess(Path(sys.argv[1])); print(master.address, flush=True); time.sleep(600)"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "master.log")], stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    address = parent.stdout.readline().strip()
+    probe_master(address)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    deadline = time.monotonic() + HANG
+    while time.monotonic() < deadline:
+        try:
+            probe_master(address, timeout=1)
+        except StoreUnavailable:
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail(f"the master at {address} outlived its parent")

@@ -1,0 +1,50 @@
+"""The transport must be importable where neither Ray, torch nor Mooncake is."""
+
+import subprocess
+import sys
+
+import pytest
+
+from mooncake_store import ConfigError, MissingDependency, client, open_store
+
+
+def test_import_needs_no_backend() -> None:
+    code = (
+        "import sys, mooncake_store\n"
+        "heavy = {'ray', 'torch', 'mooncake', 'mooncake.store'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ImportError("libibverbs.so.1: cannot open shared object file"), ["libibverbs1", "apt", "libibverbs", "dnf"]),
+        (ModuleNotFoundError("No module named 'mooncake'", name="mooncake"), ["miles-mooncake", "cpu", "cuda13"]),
+        (ImportError("libcuda.so.1: cannot open shared object file"), ["libcuda.so.1", "driver", "exactly one"]),
+    ],
+)
+def test_missing_mooncake_is_named(monkeypatch: pytest.MonkeyPatch, error: ImportError, expected: list[str]) -> None:
+    def fail(_: str) -> None:
+        raise error
+
+    monkeypatch.setattr(client.importlib, "import_module", fail)
+    with pytest.raises(MissingDependency) as caught:
+        client.load_mooncake()
+    for word in expected:
+        assert word in str(caught.value)
+
+
+def test_missing_ray_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingDependency, match=r"miles-mooncake\[train\]"):
+        open_store("ray")
+
+
+def test_known_bad_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client.importlib, "import_module", lambda _: object())
+    monkeypatch.setattr(client.importlib.metadata, "version", lambda _: "0.3.10.post2")
+    with pytest.raises(ConfigError, match=r"0\.3\.10\.post2"):
+        client.load_mooncake()

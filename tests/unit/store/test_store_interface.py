@@ -1,0 +1,237 @@
+"""ObjectStore over a backend in memory: the contract every backend inherits."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import EntryPoint, EntryPoints
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mooncake_store import (
+    BatchRef,
+    ConfigError,
+    IntegrityError,
+    ObjectNotFound,
+    ObjectStore,
+    StoreClosed,
+    ValueSpec,
+    backends,
+    open_store,
+)
+from mooncake_store.backends import BackendOptions, Payload, Placed
+
+BATCH = {"tokens": [[1, 2], [3]], "weight_versions": [["4"], ["6"]], "rollout_ids": [8, 8], "round_number": 1}
+
+
+class Memory:
+    """A backend that keeps objects in a dict."""
+
+    def __init__(self, options: BackendOptions) -> None:
+        self.options = options
+        self.objects: dict[str, np.ndarray] = {}
+        self.closed = 0
+
+    def put(self, payload: Payload) -> Placed:
+        out = np.empty(payload.nbytes, dtype=np.uint8)
+        digest = payload.write_into(out)
+        out.flags.writeable = False
+        key = f"run/{self.options.run_id}/b/{len(self.objects)}"
+        self.objects[key] = out
+        return Placed(key, digest)
+
+    def get(self, ref: BatchRef) -> np.ndarray:
+        if ref.key not in self.objects:
+            raise ObjectNotFound(ref.key)
+        return self.objects[ref.key]
+
+    def remove(self, ref: BatchRef) -> None:
+        self.objects.pop(ref.key, None)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture
+def carrier() -> Memory:
+    return Memory(BackendOptions("run1"))
+
+
+@pytest.fixture
+def store(carrier: Memory) -> ObjectStore:
+    return ObjectStore("memory", "run1", carrier)
+
+
+def test_put_and_get(store: ObjectStore) -> None:
+    ref = store.put(BATCH)
+    assert (ref.backend, ref.run_id, ref.num_rows, ref.rollout_id) == ("memory", "run1", 2, 8)
+    assert (ref.weight_version_min, ref.weight_version_max) == (4, 6)
+    with store.get(ref) as batch:
+        assert list(batch) == list(BATCH)
+        assert batch["tokens"][0].tolist() == [1, 2]
+        batch.pop("round_number")  # the dict is the caller's own
+    assert store.get(ref, as_lists=True).value == BATCH
+    assert list(store.get(ref, fields=["rollout_ids"], rows=[1]).value["rollout_ids"]) == [8]
+
+
+def test_put_takes_specs(store: ObjectStore) -> None:
+    ref = store.put({"x": [[1], [2]]}, {"x": ValueSpec("typed_ragged", "uint8")})
+    assert store.get(ref).value["x"][0].dtype == np.uint8
+
+
+def test_release(store: ObjectStore) -> None:
+    result = store.get(store.put(BATCH))
+    tokens = result.value["tokens"][0]
+    result.release()
+    result.release()
+    with pytest.raises(StoreClosed, match="released"):
+        _ = result.value
+    with pytest.raises(StoreClosed), result:
+        pass
+    assert tokens.tolist() == [1, 2]
+
+
+def test_remove_twice_then_get(store: ObjectStore) -> None:
+    ref = store.put(BATCH)
+    store.remove(ref)
+    store.remove(ref)
+    with pytest.raises(ObjectNotFound):
+        store.get(ref)
+
+
+def test_close_twice_then_use(store: ObjectStore) -> None:
+    ref = store.put(BATCH)
+    kept = store.get(ref).value["tokens"][0]
+    store.close()
+    store.close()
+    for call in (lambda: store.put(BATCH), lambda: store.get(ref), lambda: store.remove(ref)):
+        with pytest.raises(StoreClosed):
+            call()
+    assert kept.tolist() == [1, 2]
+
+
+def test_context_manager_closes(carrier: Memory) -> None:
+    with ObjectStore("memory", "run1", carrier):
+        pass
+    assert carrier.closed
+
+
+def test_nothing_is_stored_when_a_value_is_refused(store: ObjectStore, carrier: Memory) -> None:
+    for bad in ({"tokens": [[1], [object()]]}, {"tokens": [[1]], "weight_versions": [["v1"]]}):
+        with pytest.raises(TypeError, match="row"):
+            store.put(bad)
+    assert not carrier.objects
+    assert store.stats()["puts"] == 0
+
+
+def test_changed_bytes_are_caught(store: ObjectStore, carrier: Memory) -> None:
+    ref, other = store.put(BATCH), store.put({**BATCH, "round_number": 2})
+    changed = carrier.objects[ref.key].copy()
+    changed[-64] ^= 1  # the last buffer that holds anything starts there
+    for data in (changed, carrier.objects[other.key], np.zeros(0, dtype=np.uint8), changed[:-1]):
+        carrier.objects[ref.key] = data
+        with pytest.raises(IntegrityError):
+            store.get(ref)
+
+
+def test_a_ref_of_another_backend_is_refused(store: ObjectStore) -> None:
+    with pytest.raises(ConfigError, match=r"'ray'.*'memory'"):
+        store.get(BatchRef("ray", "run1", "k", 0, 64, ""))
+
+
+def test_stats(store: ObjectStore) -> None:
+    ref = store.put(BATCH)
+    store.get(ref)
+    store.get(ref)
+    store.remove(ref)
+    assert store.stats() == {
+        "puts": 1,
+        "gets": 2,
+        "removes": 1,
+        "bytes_put": ref.nbytes,
+        "bytes_got": 2 * ref.nbytes,
+    }
+
+
+def test_a_forked_store_is_refused(store: ObjectStore, carrier: Memory) -> None:
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            store.close()
+            store.put(BATCH)
+            os.write(write_end, b"no error")
+        except BaseException as error:
+            os.write(write_end, f"{type(error).__name__} {error} {carrier.closed}".encode())
+        finally:
+            os._exit(0)
+    os.close(write_end)
+    os.waitpid(pid, 0)
+    report = os.read(read_end, 4096).decode()
+    os.close(read_end)
+    assert report.startswith("StoreClosed")
+    assert "'spawn'" in report
+    assert report.endswith(" 0")
+
+
+def test_unknown_backend_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="unknown backend 'redis': known backends are ray, mooncake"):
+        open_store("redis")
+
+
+@pytest.mark.parametrize("replica_num", [0, -1, True, 1.5, "2"])
+def test_replica_num(replica_num: Any) -> None:
+    with pytest.raises(ConfigError, match="replica_num"):
+        open_store("mooncake", replica_num=replica_num)
+
+
+@pytest.mark.parametrize("run_id", ["", "a/b", "-x", "x" * 200, "a b"])
+def test_run_id(run_id: str) -> None:
+    with pytest.raises(ConfigError, match="run_id"):
+        open_store("mooncake", run_id=run_id)
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = EntryPoint("memory", f"{__name__}:Memory", backends.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(EntryPoint, "load", lambda _: Memory)
+
+    def entry_points(**wanted: str) -> EntryPoints:
+        return EntryPoints([entry]).select(**wanted)
+
+    monkeypatch.setattr(backends, "entry_points", entry_points)
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(
+    ("local_rank", "asked", "contributes"),
+    [
+        (None, None, True),
+        ("", None, True),
+        ("0", None, True),
+        ("3", None, False),
+        ("3", True, True),
+        ("0", False, False),
+    ],
+)
+def test_a_third_party_backend(
+    monkeypatch: pytest.MonkeyPatch, local_rank: str | None, asked: bool | None, contributes: bool
+) -> None:
+    if local_rank is None:
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+    else:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    store = open_store("memory", {"key": "value"}, replica_num=2, contribute_segment=asked)
+    carrier = store._carrier
+    assert isinstance(carrier, Memory)
+    assert carrier.options == BackendOptions(store.run_id, {"key": "value"}, 2, contributes)
+    assert store.get(store.put(BATCH), as_lists=True).value == BATCH
+    with pytest.raises(ConfigError, match="ray, mooncake, memory"):
+        open_store("absent")
+
+
+@pytest.mark.usefixtures("registered")
+def test_run_ids_are_fresh() -> None:
+    assert open_store("memory").run_id != open_store("memory").run_id
+    assert open_store("memory", run_id="mine").run_id == "mine"

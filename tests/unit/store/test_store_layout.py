@@ -1,0 +1,548 @@
+"""A batch survives its encoding, equal batches have equal bytes, and no corruption passes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from mooncake_store import BATCH_LEVEL, IntegrityError, ValueSpec, as_lists, batch_digest
+from mooncake_store.arrays import DTYPES
+from mooncake_store.layout import FORMAT, HEADER, MAGIC, decode, encode
+
+Specs = dict[str, ValueSpec]
+
+
+def stored(batch: dict[str, Any], specs: Specs | None = None) -> np.ndarray:
+    encoded = encode(batch, specs)
+    out = np.full(encoded.nbytes, 0xAA, dtype=np.uint8)
+    assert encoded.write_into(out) == encoded.digest
+    return out
+
+
+def round_trip(batch: dict[str, Any], specs: Specs | None = None, **options: Any) -> dict[str, Any]:
+    return decode(stored(batch, specs), **options)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal in type, dtype, shape and value, NaN being equal to itself."""
+    if isinstance(a, np.ndarray):
+        return isinstance(b, np.ndarray) and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, float) and math.isnan(a):
+        return math.isnan(b)
+    return bool(a == b)
+
+
+# --- what comes back, by kind of column -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3,), (3, 0), (3, 2, 4)])
+def test_dense_arrays(dtype: str, shape: tuple[int, ...]) -> None:
+    array = np.arange(math.prod(shape)).reshape(shape).astype(dtype)
+    assert same(round_trip({"x": array})["x"], array)
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        ([1, 2, -3], "int64"),
+        ([1.5, math.nan, math.inf], "float64"),
+        ([True, False, True], "bool"),
+        ([np.int16(1), np.int16(2), np.int16(3)], "int16"),
+        ([1, np.int64(2), 3], "int64"),
+    ],
+)
+def test_lists_of_numbers_become_arrays(values: list[Any], dtype: str) -> None:
+    assert same(round_trip({"x": values})["x"], np.array(values, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [None, None, None],
+        [1, None, 2.5],
+        [1, 2.5, 3],
+        [True, 1, False],
+        ["a", "", "\N{SNOWMAN}"],
+        [b"\x00\xff", b"", b"x"],
+        [{"role": "user", "n": 1}, {}, {"deep": {"er": [1, (2, (3,)), None]}}],
+        [["7", "8"], ["default"], []],
+        [[1, 2], [1.5], [3]],
+        [[1, None], [2], []],
+        [[], [], []],
+        [[[1], [2, 3]], [[4]], []],
+        [(1, "a"), (), (None, [b"b"])],
+        [2**64 - 1, -(2**63), "x"],
+        [{1: "int key"}, {"s": 1.0}, {}],
+    ],
+)
+def test_other_values_come_back_as_they_went_in(values: list[Any]) -> None:
+    assert same(round_trip({"x": values})["x"], values)
+
+
+def test_ragged_lists_and_arrays() -> None:
+    rows = [[1, 2, 3], [], [4]]
+    for given_rows in (rows, [np.array(row, dtype=np.int64) for row in rows]):
+        got = round_trip({"x": given_rows})["x"]
+        assert [row.dtype for row in got] == [np.int64] * 3
+        assert [row.tolist() for row in got] == rows
+
+
+def test_ragged_rank_three_with_empty_rows() -> None:
+    rows = [np.arange(n * 6, dtype=np.int32).reshape(n, 2, 3) for n in (2, 0, 1)]
+    assert same(round_trip({"rollout_routed_experts": rows})["rollout_routed_experts"], rows)
+    lists = [row.tolist() for row in rows]
+    assert same(round_trip({"rollout_routed_experts": lists})["rollout_routed_experts"], rows)
+
+
+def test_layouts_of_memory_do_not_matter() -> None:
+    base = np.arange(24, dtype=np.float32).reshape(4, 6)
+    for array in (np.asfortranarray(base), base[:, ::-1][:, ::-1], base.astype(">f4"), np.repeat(base, 2, 1)[:, ::2]):
+        assert same(round_trip({"x": array})["x"], base)
+        assert batch_digest({"x": array}) == batch_digest({"x": base})
+        assert same(round_trip({"x": list(array)})["x"], list(base))
+
+
+def test_zero_rank_rows() -> None:
+    rows = [np.array(3.5), np.array(4.5)]
+    assert same(round_trip({"x": rows})["x"], rows)
+
+
+def test_arrays_inside_dicts_are_views() -> None:
+    values = [{"pixels": np.arange(6, dtype=np.float16).reshape(2, 3), "n": 1}, None, {"pixels": np.zeros((0, 3))}]
+    data = stored({"multimodal_train_inputs": values})
+    got = decode(data)["multimodal_train_inputs"]
+    assert same(got, values)
+    assert np.shares_memory(got[0]["pixels"], data)
+    assert got[0]["pixels"].ctypes.data % 2 == 0
+
+
+def test_numeric_columns_are_views_and_read_only_when_the_buffer_is() -> None:
+    data = stored({"tokens": [[1, 2], [3]], "r": [0.5, 0.25]})
+    data.flags.writeable = False
+    got = decode(data)
+    for array in (got["tokens"][0], got["r"]):
+        assert np.shares_memory(array, data)
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
+
+
+def test_empty_batches() -> None:
+    assert round_trip({}) == {}
+    assert same(round_trip({"tokens": [], "rewards": []}), {"tokens": [], "rewards": []})
+
+
+def test_torch_tensors() -> None:
+    torch = pytest.importorskip("torch")
+    base = torch.arange(12, dtype=torch.int32).reshape(3, 4)
+    rows = [base[0], base[1, :2], base[2, ::2]]
+    expected = [row.numpy() for row in rows]
+    assert same(round_trip({"x": rows, "y": base.T.contiguous().T}), {"x": expected, "y": base.numpy()})
+    assert same(round_trip({"x": [torch.ones(2, requires_grad=True)]})["x"], [np.ones(2, dtype=np.float32)])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "complex64"])
+def test_torch_dtypes_that_numpy_lacks_are_refused(dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(TypeError, match=r"column 'x', row 1: .*cannot be stored"):
+        encode({"x": [torch.zeros(1), torch.zeros(1, dtype=getattr(torch, dtype))]})
+
+
+# --- specs ----------------------------------------------------------------------------------------------------------
+
+
+def test_columns_of_a_rollout_batch_have_their_dtypes() -> None:
+    got = round_trip({"tokens": [[1, 2], [3]], "loss_masks": [[True], [0, 1]], "rollout_log_probs": [[-0.1], [-2]]})
+    assert {row.dtype.name for row in got["tokens"] + got["loss_masks"]} == {"int32"}
+    assert {row.dtype.name for row in got["rollout_log_probs"]} == {"float32"}
+    assert got["rollout_log_probs"][0][0] == np.float32(-0.1)
+
+
+def test_a_known_column_with_missing_rows_is_kept() -> None:
+    values = [[-0.5], None]
+    assert same(round_trip({"tokens": [[1], [2]], "teacher_log_probs": values})["teacher_log_probs"], values)
+    assert round_trip({"tokens": [[1], [2]], "teacher_log_probs": None})["teacher_log_probs"] is None
+
+
+def test_an_explicit_spec_wins() -> None:
+    got = round_trip({"tokens": [[1], [2]]}, {"tokens": ValueSpec("typed_ragged", "int64")})
+    assert got["tokens"][0].dtype == np.int64
+
+
+def test_codecs() -> None:
+    rows = [[1, 2], [3, 4]]
+    assert same(round_trip({"x": rows}, {"x": ValueSpec("msgpack_ragged")})["x"], rows)
+    assert same(round_trip({"x": rows}, {"x": ValueSpec("ndarray", "int16")})["x"], np.array(rows, dtype=np.int16))
+    assert same(round_trip({"x": [1, 2]}, {"x": ValueSpec("auto", "float32")})["x"], np.array([1, 2], dtype=np.float32))
+    tensors = [{"a": np.ones(2)}, None]
+    assert same(round_trip({"x": tensors}, {"x": ValueSpec("ragged_tensor_dict")})["x"], tensors)
+
+
+@pytest.mark.parametrize("values", [["a", "b"], [None, 1], [[1, 2], [3]], [[1], [1.5]], [{}, {}]])
+def test_rows_that_are_not_one_array(values: list[Any]) -> None:
+    with pytest.raises(TypeError, match="column 'x'"):
+        encode({"x": values}, {"x": ValueSpec("ndarray")})
+
+
+@pytest.mark.parametrize("dtype", ["torch.int32", np.int32, np.dtype("int32"), "int32", "<i4"])
+def test_spec_dtypes(dtype: Any) -> None:
+    assert ValueSpec("typed_ragged", dtype).dtype == "int32"
+
+
+@pytest.mark.parametrize("kwargs", [{"codec": "pickle"}, {"dtype": "complex64"}, {"dtype": "str"}, {"dtype": "nope"}])
+def test_spec_refuses(kwargs: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="allowed"):
+        ValueSpec(**kwargs)
+
+
+# --- refusals, which name the column and the row --------------------------------------------------------------------
+
+
+class Opaque:
+    pass
+
+
+@pytest.mark.parametrize(
+    "value", [Opaque(), {1, 2}, 1j, lambda: 0, np.datetime64("2026-01-01"), np.zeros(1, complex), {(1,): 2}, "\ud800"]
+)
+def test_unsupported_values(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"column 'meta', row 1"):
+        encode({"tokens": [[1], [2]], "meta": [{"fine": 1}, {"bad": value}]})
+    with pytest.raises(TypeError, match="column 'meta'"):
+        encode({"tokens": [[1], [2]], "meta": value})
+
+
+def test_self_reference_is_refused() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    with pytest.raises(TypeError, match=r"column 'x', row 0.*contains itself"):
+        encode({"x": [loop]})
+
+
+@pytest.mark.parametrize(
+    ("batch", "specs"),
+    [
+        ({"tokens": [[1], [2**31]]}, None),
+        ({"tokens": [np.array([1]), np.array([2**31])]}, None),
+        ({"x": [[1], [2**63]]}, None),
+        ({"x": [[1.0], [1e39]]}, {"x": ValueSpec("typed_ragged", "float32")}),
+        ({"x": [np.array([1.0]), np.array([1e39])]}, {"x": ValueSpec("typed_ragged", "float32")}),
+        ({"x": [[0], [-1]]}, {"x": ValueSpec("typed_ragged", "uint8")}),
+    ],
+)
+def test_overflow_is_an_error(batch: dict[str, Any], specs: Specs | None) -> None:
+    name = next(iter(batch))
+    with pytest.raises(OverflowError, match=rf"column '{name}', row 1"):
+        encode(batch, specs)
+
+
+def test_overflow_of_scalars_names_the_element() -> None:
+    with pytest.raises(OverflowError, match=r"column 'x'.*element 1"):
+        encode({"x": [0, 2**63]})
+
+
+@pytest.mark.parametrize("row", [[1.5], [None], ["a"], [[1], 2], [["a"]], [[2**70]], "ab", 7, np.array([1.5])])
+def test_a_row_that_contradicts_its_spec(row: Any) -> None:
+    with pytest.raises(TypeError, match=r"column 'x', row 1"):
+        encode({"x": [[1], row]}, {"x": ValueSpec("typed_ragged", "int32")})
+
+
+def test_a_known_column_of_the_wrong_length() -> None:
+    with pytest.raises(ValueError, match="'loss_masks' has 1 rows, the batch has 2"):
+        encode({"tokens": [[1], [2]], "loss_masks": [[1]]})
+
+
+def test_names_are_strings_and_specs_have_columns() -> None:
+    with pytest.raises(TypeError, match="column name 3"):
+        encode({3: [1]})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="absent"):
+        encode({"x": [1]}, {"absent": ValueSpec()})
+
+
+# --- rows, fields, batch-level values -------------------------------------------------------------------------------
+
+BATCH = {
+    "tokens": [[1, 2], [3], [4, 5, 6], [7]],
+    "rewards": [0.0, 0.5, 1.0, 1.5],
+    "prompt": ["a", "b", "c", "d"],
+    "pair": np.arange(8).reshape(4, 2),
+    "round_number": 3,
+    "num_microbatches": [2, 2, 2, 2],
+    "total_lengths": [9, 9, 9, 9, 9],
+    "shape": (1, 2, 3, 4),
+}
+
+
+@pytest.mark.parametrize("rows", [slice(1, 3), slice(None, None, -2), [3, 0], [-1], [], range(2), np.array([2, 2])])
+def test_rows_select_samples_and_leave_batch_values(rows: Any) -> None:
+    got = as_lists(round_trip(BATCH, rows=rows))
+    picked = list(range(4))[rows] if isinstance(rows, slice) else [range(4)[int(row)] for row in rows]
+    for name in ("tokens", "rewards", "prompt"):
+        assert got[name] == [BATCH[name][row] for row in picked]  # type: ignore[index]
+    assert got["pair"] == BATCH["pair"][picked].tolist()  # type: ignore[index, call-overload, attr-defined]
+    for name in ("round_number", "num_microbatches", "total_lengths", "shape"):
+        assert same(got[name], BATCH[name])
+
+
+def test_batch_level_names_are_never_sliced() -> None:
+    for name in BATCH_LEVEL:
+        assert round_trip({"tokens": [[1], [2]], name: [5, 6]}, rows=[0])[name] == [5, 6]
+
+
+def test_num_rows_without_tokens_is_the_most_common_length() -> None:
+    assert encode({"a": [1], "b": [1, 2], "c": [3, 4]}).num_rows == 2
+    assert encode({"a": [1], "b": [1, 2]}).num_rows == 1
+    assert encode({"a": 1, "b": "text"}).num_rows == 0
+
+
+@pytest.mark.parametrize("row", [4, -5])
+def test_a_row_beyond_the_batch(row: int) -> None:
+    with pytest.raises(IndexError, match=f"row {row} of a batch of 4"):
+        round_trip(BATCH, rows=[row])
+
+
+def test_fields() -> None:
+    assert list(round_trip(BATCH, fields=["rewards", "tokens"])) == ["rewards", "tokens"]
+    with pytest.raises(KeyError, match="did you mean 'tokens'"):
+        round_trip(BATCH, fields=["token"])
+
+
+def test_key_order_is_kept() -> None:
+    assert list(round_trip(dict(reversed(BATCH.items())))) == list(reversed(BATCH))
+
+
+# --- properties -----------------------------------------------------------------------------------------------------
+
+atoms = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(max_size=5)
+)
+arrays = hnp.arrays(
+    st.sampled_from([np.dtype(name) for name in DTYPES] + [np.dtype(">i4"), np.dtype(">f8")]),
+    hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3),
+)
+trees = st.recursive(
+    atoms | arrays,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=3) | st.integers(-9, 9), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+def columns(rows: int) -> st.SearchStrategy[Any]:
+    def of(items: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        return st.lists(items, min_size=rows, max_size=rows)
+
+    return st.one_of(
+        of(st.booleans()),
+        of(st.integers(-(2**63), 2**63 - 1)),
+        of(st.floats()),
+        of(trees),
+        of(st.lists(st.integers(-9, 9), max_size=4)),
+        of(st.lists(st.floats(width=32), max_size=4)),
+        of(st.lists(st.booleans(), max_size=4)),
+        of(hnp.arrays(np.int32, hnp.array_shapes(min_dims=2, max_dims=2, min_side=0, max_side=3))),
+        hnp.arrays(np.float16, st.tuples(st.just(rows), st.integers(0, 3))),
+        trees,
+    )
+
+
+batches = st.integers(0, 4).flatmap(
+    lambda rows: st.dictionaries(st.sampled_from("abcdefgh"), columns(rows), max_size=5).map(
+        lambda batch: {"tokens": [[row] * row for row in range(rows)], **batch}
+    )
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(batches)
+def test_encoding_what_was_decoded_gives_the_same_bytes(batch: dict[str, Any]) -> None:
+    data = stored(batch)
+    got = decode(data)
+    assert list(got) == list(batch)
+    assert np.array_equal(stored(got), data)
+    assert batch_digest(as_lists({"tokens": got["tokens"]})) == batch_digest({"tokens": batch["tokens"]})
+
+
+@settings(max_examples=200, deadline=None)
+@given(batches)
+def test_values_survive(batch: dict[str, Any]) -> None:
+    def plain(value: Any) -> Any:
+        if isinstance(value, np.ndarray | np.generic):
+            return plain(value.tolist())
+        if isinstance(value, list | tuple):
+            return type(value)(map(plain, value))
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        return value
+
+    assert same(plain(round_trip(batch)), plain(batch))
+
+
+@settings(max_examples=300, deadline=None)
+@given(batches, st.data())
+def test_a_flipped_byte_is_caught_or_was_padding(batch: dict[str, Any], draw: st.DataObject) -> None:
+    data = stored(batch)
+    intact = decode(data.copy())
+    position = draw.draw(st.integers(0, data.size - 1))
+    data[position] ^= draw.draw(st.integers(1, 255))
+    try:
+        got = decode(data)
+    except IntegrityError:
+        return
+    assert position >= HEADER.size
+    assert same(got, intact)
+
+
+@settings(max_examples=200, deadline=None)
+@given(batches, st.data())
+def test_a_cut_object_is_caught(batch: dict[str, Any], draw: st.DataObject) -> None:
+    data = stored(batch)
+    with pytest.raises(IntegrityError):
+        decode(data[: draw.draw(st.integers(0, data.size - 1))])
+
+
+def forged(data: np.ndarray, change: Callable[[Any], Any]) -> np.ndarray:
+    """The object with its table changed and every digest of the table and header made right again."""
+    _, version, zero, _, table_bytes, _, zeros = HEADER.unpack_from(data)
+    start = -(-(HEADER.size + table_bytes) // 64) * 64
+    table = msgspec.msgpack.encode(
+        change(msgspec.msgpack.decode(data[HEADER.size : HEADER.size + table_bytes].tobytes()))
+    )
+    padding = bytes(-(HEADER.size + len(table)) % 64)
+    body = table + padding + data[start:].tobytes()
+    digest = xxhash.xxh3_128_digest(table)
+    header = HEADER.pack(MAGIC, version, zero, HEADER.size + len(body), len(table), digest, zeros)
+    return np.frombuffer(header + body, dtype=np.uint8)
+
+
+def test_an_unchanged_forgery_is_the_object() -> None:
+    data = stored(BATCH)
+    assert np.array_equal(forged(data, lambda table: table), data)
+
+
+numbers = st.integers(-3, 70) | st.sampled_from([2**31, 2**32, 2**62, 2**63, -(2**63)])
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.data())
+def test_a_forged_table_raises_only_integrity_errors(draw: st.DataObject) -> None:
+    def change(node: Any) -> Any:
+        """Replace one number, name or kind anywhere in the table."""
+        paths = []
+
+        def walk(value: Any, path: tuple[int, ...]) -> None:
+            if isinstance(value, list):
+                for index, item in enumerate(value):
+                    walk(item, (*path, index))
+            elif isinstance(value, int | str):
+                paths.append(path)
+
+        walk(node, ())
+        path = draw.draw(st.sampled_from(paths))
+        parent = node
+        for index in path[:-1]:
+            parent = parent[index]
+        old = parent[path[-1]]
+        parent[path[-1]] = draw.draw(
+            numbers
+            if isinstance(old, int)
+            else st.sampled_from(["dense", "ragged", "tree", "int8", "float64", "object"])
+        )
+        return node
+
+    data = forged(stored(BATCH), change)
+    for verify in (True, False):
+        with contextlib.suppress(IntegrityError):
+            decode(data, verify=verify)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_unverified_payloads_raise_only_integrity_errors(draw: st.DataObject) -> None:
+    data = stored({**BATCH, "meta": [{"a": np.ones(3)}, None, (1, 2), "x"]})
+    table_bytes = HEADER.unpack_from(data)[4]
+    start = HEADER.size + table_bytes
+    for _ in range(3):
+        data[draw.draw(st.integers(start, data.size - 1))] = draw.draw(st.integers(0, 255))
+    with contextlib.suppress(IntegrityError):
+        decode(data, verify=False)
+
+
+# --- the header -----------------------------------------------------------------------------------------------------
+
+
+def test_another_format_is_refused_with_both_numbers() -> None:
+    data = stored({"x": [1]})
+    data[8] = FORMAT + 6
+    with pytest.raises(IntegrityError, match=r"format 7.*format 1"):
+        decode(data)
+
+
+def test_another_batch_is_refused() -> None:
+    ours, theirs = encode({"x": [1]}), stored({"x": [2]})
+    with pytest.raises(IntegrityError, match="another batch"):
+        decode(theirs, digest=ours.digest)
+
+
+def test_a_writer_that_died_midway_leaves_nothing_readable() -> None:
+    class Died(Exception):
+        pass
+
+    encoded = encode(BATCH)
+    memory = np.zeros(encoded.nbytes, dtype=np.uint8)
+    encoded._buffers[-1] = Poison(Died)  # type: ignore[assignment]
+    with pytest.raises(Died):
+        encoded.write_into(memory)
+    assert memory[HEADER.size :].any()
+    with pytest.raises(IntegrityError, match="did not finish"):
+        decode(memory)
+
+
+@dataclasses.dataclass
+class Poison:
+    error: type[Exception]
+
+    def __iter__(self) -> Any:
+        raise self.error
+
+
+def test_every_column_of_the_same_batch_has_one_digest_whatever_carried_it() -> None:
+    torch = pytest.importorskip("torch")
+    rows = [[1, 2, 3], [4]]
+    digests = {
+        batch_digest({"tokens": tokens})
+        for tokens in (
+            rows,
+            [np.array(row) for row in rows],
+            [np.array(row, dtype=np.int32) for row in rows],
+            [np.array(row, dtype=">i2") for row in rows],
+            [torch.tensor(row) for row in rows],
+            [tuple(row) for row in rows],
+        )
+    }
+    assert len(digests) == 1

@@ -1,0 +1,98 @@
+"""Buffers come back when the last view is gone, never before, and the wait for them is bounded."""
+
+import gc
+import threading
+
+import numpy as np
+import pytest
+
+from mooncake_store.errors import StoreClosed, StoreFull
+from mooncake_store.pool import GRANULE, BufferPool
+
+
+def test_a_released_buffer_is_lent_again() -> None:
+    pool = BufferPool(GRANULE)
+    first = pool.acquire(100)
+    address = first.address
+    first.release()
+    first.release()
+    assert pool.acquire(200).address == address
+
+
+def test_a_view_of_a_view_keeps_the_buffer() -> None:
+    pool = BufferPool(GRANULE, wait=0.05)
+    lease = pool.acquire(1000)
+    view = lease.array[8:16].view(np.int64).reshape(1, 1)[0]
+    view[0] = 7
+    del lease
+    gc.collect()
+    with pytest.raises(StoreFull, match="in use"):
+        pool.acquire(1000)
+    assert view[0] == 7
+    del view
+    gc.collect()
+    pool.acquire(1000)
+
+
+def test_a_memoryview_and_a_tensor_keep_the_buffer() -> None:
+    torch = pytest.importorskip("torch")
+    pool = BufferPool(GRANULE, wait=0.05)
+    lease = pool.acquire(64)
+    holders: list[object] = [torch.from_numpy(lease.array[:8]), memoryview(lease.array[:8])]
+    del lease
+    for _ in range(2):
+        gc.collect()
+        with pytest.raises(StoreFull):
+            pool.acquire(64)
+        holders.pop()
+    gc.collect()
+    pool.acquire(64)
+
+
+def test_two_leases_do_not_share_memory() -> None:
+    pool = BufferPool(4 * GRANULE)
+    a, b = pool.acquire(10), pool.acquire(10)
+    a.array[:] = 1
+    b.array[:] = 2
+    assert a.array.tolist() == [1] * 10
+
+
+def test_waiting_ends_when_a_buffer_comes_back() -> None:
+    pool = BufferPool(GRANULE, wait=30)
+    lease = pool.acquire(10)
+    threading.Timer(0.1, lease.release).start()
+    assert pool.acquire(10).nbytes == 10
+
+
+def test_small_free_buffers_make_room_for_a_large_one() -> None:
+    registered: dict[int, int] = {}
+    pool = BufferPool(4 * GRANULE, register=registered.__setitem__, unregister=registered.__delitem__)
+    small = [pool.acquire(GRANULE) for _ in range(4)]
+    assert sum(registered.values()) == 4 * GRANULE
+    for lease in small:
+        lease.release()
+    large = pool.acquire(3 * GRANULE)
+    assert large.array.size == 3 * GRANULE
+    assert sum(registered.values()) <= 4 * GRANULE
+    assert large.address in registered
+
+
+def test_more_than_the_bound_is_refused_at_once() -> None:
+    with pytest.raises(StoreFull, match="local_buffer_size") as caught:
+        BufferPool(GRANULE, wait=60).acquire(GRANULE + 1)
+    assert not caught.value.retryable
+
+
+def test_close_unregisters_and_leaves_views_valid() -> None:
+    registered: dict[int, int] = {}
+    pool = BufferPool(GRANULE, register=registered.__setitem__, unregister=registered.__delitem__)
+    lease = pool.acquire(10)
+    lease.array[:] = 3
+    view = lease.array[2:]
+    del lease
+    pool.close()
+    pool.close()
+    assert not registered
+    assert view.tolist() == [3] * 8
+    with pytest.raises(StoreClosed):
+        pool.acquire(10)
