@@ -68,9 +68,7 @@ class PolicyArguments(BaseModel):
     warm_start_max_steps: int = Field(4000, ge=1, description="the supervised phase fails after so many steps")
     warm_start_batch_size: int = Field(128, ge=1, description="items per supervised step")
     warm_start_lr: float = Field(2e-3, gt=0, description="peak learning rate of the supervised phase")
-    cache_dir: Path = Field(
-        Path("~/.cache/miles-mooncake"), description="keeps warm-started policies between runs"
-    )
+    cache_dir: Path = Field(Path("~/.cache/miles-mooncake"), description="keeps warm-started policies between runs")
 
 
 class TaskArguments(BaseModel):
@@ -217,7 +215,8 @@ def _check_json_flags(argv: Sequence[str]) -> None:
 
 def _add_flag(groups: dict[str, Any], *names: str, **options: Any) -> argparse.Action:
     dest = names[-1].removeprefix("--").replace("-", "_").removeprefix("no_")
-    return groups[dest].add_argument(*names, **options)
+    action: argparse.Action = groups[dest].add_argument(*names, **options)
+    return action
 
 
 def _merge(cli: PydanticBaseSettingsSource, from_yaml: dict[str, Any], yaml_name: str) -> TrainConfig:
@@ -226,7 +225,12 @@ def _merge(cli: PydanticBaseSettingsSource, from_yaml: dict[str, Any], yaml_name
     class Resolved(TrainConfig):
         @classmethod
         def settings_customise_sources(
-            cls, settings_cls: type[BaseSettings], init_settings: Any, env_settings: Any, **_unused: Any
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+            file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
         ) -> tuple[PydanticBaseSettingsSource, ...]:
             yaml_settings = InitSettingsSource(settings_cls, from_yaml)
             sources.update({"the command line": cli, "the environment": env_settings, yaml_name: yaml_settings})
@@ -259,7 +263,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text())
     except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror}; give the path of a YAML file, e.g. configs/local.yaml") from None
+        raise ConfigError(
+            f"--config {path}: {error.strerror}; give the path of a YAML file, e.g. configs/local.yaml"
+        ) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"--config {path}: not YAML: {error}") from None
     if content is None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_plugin.arguments import TrainConfig
-from miles_plugin.cluster import LOOPBACK, ROLLOUT_NODE, TRAINER_NODE, NodeSpec, local_cluster
+from miles_plugin.cluster import LOOPBACK, ROLLOUT_NODE, TRAINER_NODE, local_cluster
 from miles_plugin.preflight import Plan, check
 from miles_plugin.report.record import Arm, Report, ShardRecord, Step
 from mooncake_store.errors import IntegrityError
@@ -33,7 +33,8 @@ class Actors:
         """Call a method on every trainer at once and wait for the results, in rank order."""
         import ray
 
-        return ray.get([getattr(trainer, method).remote(*arguments) for trainer in self.trainers])
+        results: list[Any] = ray.get([getattr(trainer, method).remote(*arguments) for trainer in self.trainers])
+        return results
 
     def managed(self, method: str, *arguments: Any) -> Any:
         """Call a method of the manager and wait."""
@@ -84,9 +85,7 @@ def train(config: TrainConfig, say: Say = print) -> Path:
 
 
 @contextlib.contextmanager
-def _parts(
-    config: TrainConfig, plan: Plan, run_id: str, directory: Path, say: Say
-) -> Iterator[tuple[Actors, Path]]:
+def _parts(config: TrainConfig, plan: Plan, run_id: str, directory: Path, say: Say) -> Iterator[tuple[Actors, Path]]:
     """Start the parts of the job; at exit, end them in the opposite order."""
     with contextlib.ExitStack() as stack:
         init_kwargs = dict(config.mooncake_store_init_kwargs)
@@ -99,24 +98,19 @@ def _parts(
         checkpoint = _checkpoint(config, say)
         actors = _start_actors(config, plan, init_kwargs, run_id, directory)
         stack.callback(_close, actors)
-        _connect(actors, init_kwargs, run_id, checkpoint, plan, say)
+        _connect(actors, checkpoint, plan, say)
         yield actors, checkpoint
 
 
 def _checkpoint(config: TrainConfig, say: Say) -> Path:
     if config.hf_checkpoint is not None:
         return config.hf_checkpoint.resolve()
-    import ray
-
     from miles_plugin.training.warm_start import warm_started_checkpoint
 
-    del ray
     return warm_started_checkpoint(config, say)
 
 
-def _start_actors(
-    config: TrainConfig, plan: Plan, init_kwargs: dict[str, Any], run_id: str, directory: Path
-) -> Actors:
+def _start_actors(config: TrainConfig, plan: Plan, init_kwargs: dict[str, Any], run_id: str, directory: Path) -> Actors:
     import ray
 
     from miles_plugin.rollout.manager import RolloutManager
@@ -145,9 +139,7 @@ def _start_actors(
     return Actors(manager, trainers)
 
 
-def _connect(
-    actors: Actors, init_kwargs: dict[str, Any], run_id: str, checkpoint: Path, plan: Plan, say: Say
-) -> None:
+def _connect(actors: Actors, checkpoint: Path, plan: Plan, say: Say) -> None:
     import ray
 
     engines = actors.manager.start_engines.remote(checkpoint, LOOPBACK, plan.rollout_node.gpus)

@@ -209,7 +209,7 @@ def decode(
     Raises:
         IntegrityError: the bytes are not an object of format 1, or not the expected one.
         KeyError: a field that the batch does not have.
-        IndexError: a row that the batch does not have.
+        IndexError, TypeError: a row that the batch does not have, or a mask.
     """
     data = np.frombuffer(buffer, dtype=np.uint8)
     table, found, buffers = _open(data)
@@ -309,6 +309,8 @@ def _selection(rows: Rows, num_rows: int) -> _Selection:
         return _Selection(rows, range(num_rows)[rows])
     numbers = []
     for row in rows:
+        if isinstance(row, bool | np.bool_):
+            raise TypeError("rows are row numbers, not a mask; pass numpy.flatnonzero(mask)")
         if not -num_rows <= row < num_rows:
             raise IndexError(f"row {row} of a batch of {num_rows} rows")
         numbers.append(int(row) % num_rows)

@@ -14,7 +14,7 @@ from mooncake_store.backends import BackendOptions, Carrier, find_backend
 from mooncake_store.columns import ValueSpec
 from mooncake_store.errors import ConfigError, StoreClosed
 from mooncake_store.layout import Rows, as_lists, decode, encode
-from mooncake_store.ref import BatchRef, check_format, provenance
+from mooncake_store.ref import BatchRef, provenance
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -162,7 +162,6 @@ class ObjectStore:
             raise StoreClosed(f"the {self.backend} store of run {self.run_id!r} is closed; open a new one")
 
     def _check_ref(self, ref: BatchRef) -> None:
-        check_format(ref.format)
         if ref.backend != self.backend:
             raise ConfigError(
                 f"ref {ref.key!r} was put by backend {ref.backend!r}, this store is {self.backend!r}; "

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -206,4 +206,4 @@ class RolloutManager:
 
 def _split_evenly(items: Sequence[Any], parts: int) -> list[Sequence[Any]]:
     edges = [len(items) * part // parts for part in range(parts + 1)]
-    return [items[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    return [items[start:end] for start, end in pairwise(edges)]

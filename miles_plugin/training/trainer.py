@@ -62,7 +62,7 @@ class Trainer:
             log_probs = next_token_log_probs(logits, padded.tokens, config.rollout_temperature)
             loss, clipped = clipped_policy_loss(log_probs, padded, config.eps_clip, config.eps_clip_high)
             # FSDP averages gradients over the ranks; the token mean is over all ranks' tokens together.
-            (loss * dist.get_world_size() / tokens).backward()
+            torch.autograd.backward(loss * dist.get_world_size() / tokens)
             totals += torch.stack([loss.detach(), clipped])
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_grad)
         self._optimizer.step()
@@ -83,8 +83,9 @@ def pad(batch: Mapping[str, Any], rows: Sequence[int], device: torch.device) -> 
     lengths = [len(batch["tokens"][row]) for row in rows]
     shape = (len(rows), max(lengths))
     tokens, attention = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    response_mask, old_log_probs = np.zeros((shape[0], shape[1] - 1), np.float32), np.zeros(
-        (shape[0], shape[1] - 1), np.float32
+    response_mask, old_log_probs = (
+        np.zeros((shape[0], shape[1] - 1), np.float32),
+        np.zeros((shape[0], shape[1] - 1), np.float32),
     )
     for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
         tokens[i, :length] = batch["tokens"][row]
@@ -93,4 +94,6 @@ def pad(batch: Mapping[str, Any], rows: Sequence[int], device: torch.device) -> 
         response_mask[i, response] = batch["loss_masks"][row]
         old_log_probs[i, response] = batch["rollout_log_probs"][row]
     advantages = np.asarray([batch["rewards"][row] for row in rows], np.float32)
-    return PaddedBatch(*(torch.from_numpy(a).to(device) for a in (tokens, attention, response_mask, old_log_probs, advantages)))
+    return PaddedBatch(
+        *(torch.from_numpy(a).to(device) for a in (tokens, attention, response_mask, old_log_probs, advantages))
+    )

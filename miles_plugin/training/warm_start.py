@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import os
 import shutil
 import time
@@ -73,7 +72,7 @@ def _train(config: TrainConfig, report: Callable[[str], None]) -> tuple[Qwen3For
         for group in optimizer.param_groups:
             group["lr"] = config.warm_start_lr * min(1.0, step / _WARMUP_STEPS)
         loss = _answer_loss(model, tokenizer, list(islice(items, config.warm_start_batch_size)))
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -92,9 +91,7 @@ def _train(config: TrainConfig, report: Callable[[str], None]) -> tuple[Qwen3For
 
 def _answer_loss(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, items: Sequence[Item]) -> torch.Tensor:
     prompts = [tokenizer.encode(item.question, add_special_tokens=False) for item in items]
-    answers = [
-        [*tokenizer.encode(item.answer, add_special_tokens=False), tokenizer.eos_token_id] for item in items
-    ]
+    answers = [[*tokenizer.encode(item.answer, add_special_tokens=False), tokenizer.eos_token_id] for item in items]
     longest = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
     tokens = torch.full((len(items), longest), tokenizer.pad_token_id)
     labels = torch.full((len(items), longest), -100)
@@ -120,9 +117,7 @@ def _greedy_accuracy(
     return correct / len(items)
 
 
-def _by_length(
-    tokenizer: PreTrainedTokenizerFast, items: Sequence[Item]
-) -> Iterator[tuple[torch.Tensor, list[Item]]]:
+def _by_length(tokenizer: PreTrainedTokenizerFast, items: Sequence[Item]) -> Iterator[tuple[torch.Tensor, list[Item]]]:
     """Items whose prompts have equally many tokens, together: they decode as one batch without padding."""
     groups: dict[int, list[tuple[list[int], Item]]] = {}
     for item in items:

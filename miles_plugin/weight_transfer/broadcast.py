@@ -7,8 +7,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroup
-from torch.distributed.distributed_c10d import Backend, _new_process_group_helper
+from torch.distributed.distributed_c10d import (
+    Backend,
+    GroupName,
+    PrefixStore,
+    ProcessGroup,
+    _new_process_group_helper,
+)
 from torch.distributed.rendezvous import rendezvous
 
 from miles_plugin.engines.sglang import EngineError, SGLangEngine
@@ -98,7 +103,8 @@ def _join_as_root(address: str, port: int, world_size: int, name: str, backend: 
     """
     store, _, _ = next(rendezvous(f"tcp://{address}:{port}", 0, world_size, timeout=GROUP_TIMEOUT))
     store.set_timeout(GROUP_TIMEOUT)
+    group: ProcessGroup
     group, _ = _new_process_group_helper(
-        world_size, 0, [], Backend(backend), PrefixStore(name, store), group_name=name, timeout=GROUP_TIMEOUT
+        world_size, 0, [], Backend(backend), PrefixStore(name, store), group_name=GroupName(name), timeout=GROUP_TIMEOUT
     )
     return group

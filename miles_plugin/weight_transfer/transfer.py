@@ -9,6 +9,7 @@ has not heard of. If a step fails the engines stay paused: they hold a mixture o
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from miles_plugin.weight_transfer.broadcast import Broadcaster
 from miles_plugin.weight_transfer.sources import NamedTensor
@@ -53,5 +54,5 @@ def update_weights(
     announce(version)
     broadcaster.on_engines(lambda engine: engine.resume())
     done("resume")
-    seconds = {phase: end - start for (_, start), (phase, end) in zip(marks, marks[1:], strict=False)}
+    seconds = {phase: end - start for (_, start), (phase, end) in pairwise(marks)}
     return WeightUpdate(version, nbytes, seconds)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from mooncake_store.backends import BackendOptions, Payload, Placed
 from mooncake_store.client import Limits, MooncakeClient
 from mooncake_store.config import resolve
+from mooncake_store.errors import ConfigError
 from mooncake_store.pool import BufferPool
 from mooncake_store.ref import BatchRef
 
@@ -64,6 +65,8 @@ class MooncakeCarrier:
 def open_carrier(options: BackendOptions) -> MooncakeCarrier:
     """Connect as `options.init_kwargs` and the environment say. Raises what `resolve` and `connect` raise."""
     config = resolve(options.init_kwargs, os.environ, node_ip=_ray_node_ip)
+    if config.local_buffer_size == 0:
+        raise ConfigError("local_buffer_size = 0: every put and get goes through a buffer; allowed: at least one batch")
     segment_bytes = config.global_segment_size if options.contribute_segment else 0
     client = MooncakeClient.connect(config, segment_bytes, Limits())
     return MooncakeCarrier(client, options.run_id, options.replica_num, config.local_buffer_size)

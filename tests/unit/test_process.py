@@ -54,9 +54,7 @@ def _family(pids: Path) -> list[int]:
 
 @pytest.mark.parametrize("manner", ["mild", "stubborn"])
 def test_stop_ends_the_command_and_its_children(tmp_path: Path, manner: str) -> None:
-    process = ManagedProcess(
-        "family", [sys.executable, "-c", FAMILY, str(tmp_path / "pids"), manner], tmp_path / "log"
-    )
+    process = ManagedProcess("family", [sys.executable, "-c", FAMILY, str(tmp_path / "pids"), manner], tmp_path / "log")
     pids = _family(tmp_path / "pids")
     assert all(map(_alive, pids))
     process.stop()
@@ -65,9 +63,7 @@ def test_stop_ends_the_command_and_its_children(tmp_path: Path, manner: str) -> 
 
 
 def test_a_killed_parent_leaves_no_orphan(tmp_path: Path) -> None:
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, FAMILY, str(tmp_path / "pids"), str(tmp_path / "log")]
-    )
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, FAMILY, str(tmp_path / "pids"), str(tmp_path / "log")])
     pids = _family(tmp_path / "pids")
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
@@ -75,7 +71,9 @@ def test_a_killed_parent_leaves_no_orphan(tmp_path: Path) -> None:
 
 
 def test_exit_status_and_log(tmp_path: Path) -> None:
-    process = ManagedProcess("brief", [sys.executable, "-c", "print('last words'); raise SystemExit(7)"], tmp_path / "log")
+    process = ManagedProcess(
+        "brief", [sys.executable, "-c", "print('last words'); raise SystemExit(7)"], tmp_path / "log"
+    )
     assert _wait_for(lambda: process.exit_status() is not None)
     assert process.exit_status() == 7
     assert process.log_tail() == "last words"

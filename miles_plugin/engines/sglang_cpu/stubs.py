@@ -86,8 +86,10 @@ _CONTENTS: dict[str, dict[str, Any]] = {
     "torchvision.transforms": {
         "InterpolationMode": enum.Enum(
             "InterpolationMode",
-            {name: name.lower().replace("_", "-") for name in (
-                "NEAREST", "NEAREST_EXACT", "BILINEAR", "BICUBIC", "BOX", "HAMMING", "LANCZOS")},
+            {
+                name: name.lower().replace("_", "-")
+                for name in ("NEAREST", "NEAREST_EXACT", "BILINEAR", "BICUBIC", "BOX", "HAMMING", "LANCZOS")
+            },
         )
     },
 }
@@ -95,7 +97,7 @@ _CONTENTS: dict[str, dict[str, Any]] = {
 
 class _StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+        self, fullname: str, _path: Sequence[str] | None = None, _target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname == "sgl_kernel":
             return importlib.util.spec_from_file_location(fullname, Path(__file__).with_name("sgl_kernel.py"))

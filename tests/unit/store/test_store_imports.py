@@ -1,5 +1,6 @@
 """The transport must be importable where neither Ray, torch nor Mooncake is."""
 
+import importlib.metadata
 import subprocess
 import sys
 
@@ -30,7 +31,7 @@ def test_missing_mooncake_is_named(monkeypatch: pytest.MonkeyPatch, error: Impor
     def fail(_: str) -> None:
         raise error
 
-    monkeypatch.setattr(client.importlib, "import_module", fail)
+    monkeypatch.setattr(importlib, "import_module", fail)
     with pytest.raises(MissingDependency) as caught:
         client.load_mooncake()
     for word in expected:
@@ -44,7 +45,7 @@ def test_missing_ray_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_known_bad_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client.importlib, "import_module", lambda _: object())
-    monkeypatch.setattr(client.importlib.metadata, "version", lambda _: "0.3.10.post2")
+    monkeypatch.setattr(importlib, "import_module", lambda _: object())
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.3.10.post2")
     with pytest.raises(ConfigError, match=r"0\.3\.10\.post2"):
         client.load_mooncake()

@@ -197,7 +197,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = EntryPoint("memory", f"{__name__}:Memory", backends.ENTRY_POINT_GROUP)
     monkeypatch.setattr(EntryPoint, "load", lambda _: Memory)
 
-    def entry_points(**wanted: str) -> EntryPoints:
+    def entry_points(**wanted: Any) -> EntryPoints:
         return EntryPoints([entry]).select(**wanted)
 
     monkeypatch.setattr(backends, "entry_points", entry_points)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -23,9 +22,9 @@ from mooncake_store.layout import FORMAT, HEADER, MAGIC, decode, encode
 Specs = dict[str, ValueSpec]
 
 
-def stored(batch: dict[str, Any], specs: Specs | None = None) -> np.ndarray:
+def stored(batch: dict[str, Any], specs: Specs | None = None, memory: int = 0xAA) -> np.ndarray:
     encoded = encode(batch, specs)
-    out = np.full(encoded.nbytes, 0xAA, dtype=np.uint8)
+    out = np.full(encoded.nbytes, memory, dtype=np.uint8)  # what an earlier object left there
     assert encoded.write_into(out) == encoded.digest
     return out
 
@@ -126,12 +125,16 @@ def test_zero_rank_rows() -> None:
 
 
 def test_arrays_inside_dicts_are_views() -> None:
-    values = [{"pixels": np.arange(6, dtype=np.float16).reshape(2, 3), "n": 1}, None, {"pixels": np.zeros((0, 3))}]
+    values = [
+        {"pixels": np.arange(6, dtype=np.float16).reshape(2, 3), "grid": np.array([7, 8, 9])},
+        None,
+        {"pixels": np.zeros((0, 3)), "grid": np.array(True)},
+    ]
     data = stored({"multimodal_train_inputs": values})
     got = decode(data)["multimodal_train_inputs"]
     assert same(got, values)
     assert np.shares_memory(got[0]["pixels"], data)
-    assert got[0]["pixels"].ctypes.data % 2 == 0
+    assert (got[0]["grid"].ctypes.data - data.ctypes.data) % 64 == 0
 
 
 def test_numeric_columns_are_views_and_read_only_when_the_buffer_is() -> None:
@@ -278,7 +281,7 @@ def test_names_are_strings_and_specs_have_columns() -> None:
 
 # --- rows, fields, batch-level values -------------------------------------------------------------------------------
 
-BATCH = {
+BATCH: dict[str, Any] = {
     "tokens": [[1, 2], [3], [4, 5, 6], [7]],
     "rewards": [0.0, 0.5, 1.0, 1.5],
     "prompt": ["a", "b", "c", "d"],
@@ -296,7 +299,7 @@ def test_rows_select_samples_and_leave_batch_values(rows: Any) -> None:
     picked = list(range(4))[rows] if isinstance(rows, slice) else [range(4)[int(row)] for row in rows]
     for name in ("tokens", "rewards", "prompt"):
         assert got[name] == [BATCH[name][row] for row in picked]  # type: ignore[index]
-    assert got["pair"] == BATCH["pair"][picked].tolist()  # type: ignore[index, call-overload, attr-defined]
+    assert got["pair"] == BATCH["pair"][picked].tolist()
     for name in ("round_number", "num_microbatches", "total_lengths", "shape"):
         assert same(got[name], BATCH[name])
 
@@ -316,6 +319,12 @@ def test_num_rows_without_tokens_is_the_most_common_length() -> None:
 def test_a_row_beyond_the_batch(row: int) -> None:
     with pytest.raises(IndexError, match=f"row {row} of a batch of 4"):
         round_trip(BATCH, rows=[row])
+
+
+def test_a_mask_is_not_row_numbers() -> None:
+    for mask in ([True, False, True, False], np.array([True, False, True, False])):
+        with pytest.raises(TypeError, match="mask"):
+            round_trip(BATCH, rows=mask)
 
 
 def test_fields() -> None:
@@ -362,6 +371,7 @@ def columns(rows: int) -> st.SearchStrategy[Any]:
         of(st.integers(-(2**63), 2**63 - 1)),
         of(st.floats()),
         of(trees),
+        of(st.none() | arrays),
         of(st.lists(st.integers(-9, 9), max_size=4)),
         of(st.lists(st.floats(width=32), max_size=4)),
         of(st.lists(st.booleans(), max_size=4)),
@@ -384,7 +394,7 @@ def test_encoding_what_was_decoded_gives_the_same_bytes(batch: dict[str, Any]) -
     data = stored(batch)
     got = decode(data)
     assert list(got) == list(batch)
-    assert np.array_equal(stored(got), data)
+    assert np.array_equal(stored(got, memory=0x55), data)
     assert batch_digest(as_lists({"tokens": got["tokens"]})) == batch_digest({"tokens": batch["tokens"]})
 
 
@@ -428,7 +438,7 @@ def test_a_cut_object_is_caught(batch: dict[str, Any], draw: st.DataObject) -> N
 
 def forged(data: np.ndarray, change: Callable[[Any], Any]) -> np.ndarray:
     """The object with its table changed and every digest of the table and header made right again."""
-    _, version, zero, _, table_bytes, _, zeros = HEADER.unpack_from(data)
+    _, version, zero, _, table_bytes, _, zeros = HEADER.unpack_from(data.data)
     start = -(-(HEADER.size + table_bytes) // 64) * 64
     table = msgspec.msgpack.encode(
         change(msgspec.msgpack.decode(data[HEADER.size : HEADER.size + table_bytes].tobytes()))
@@ -485,11 +495,21 @@ def test_a_forged_table_raises_only_integrity_errors(draw: st.DataObject) -> Non
 @given(st.data())
 def test_unverified_payloads_raise_only_integrity_errors(draw: st.DataObject) -> None:
     data = stored({**BATCH, "meta": [{"a": np.ones(3)}, None, (1, 2), "x"]})
-    table_bytes = HEADER.unpack_from(data)[4]
+    table_bytes = HEADER.unpack_from(data.data)[4]
     start = HEADER.size + table_bytes
     for _ in range(3):
         data[draw.draw(st.integers(start, data.size - 1))] = draw.draw(st.integers(0, 255))
     with contextlib.suppress(IntegrityError):
+        decode(data, verify=False)
+
+
+def test_negative_sizes_are_caught_even_when_their_sum_is_right() -> None:
+    data = stored({"x": [np.array([1, 2]), np.array([3])]})
+    table_bytes = HEADER.unpack_from(data.data)[4]
+    shapes = data[-(-(HEADER.size + table_bytes) // 64) * 64 :][:16].view(np.int64)
+    assert shapes.tolist() == [2, 1]
+    shapes[:] = [4, -1]
+    with pytest.raises(IntegrityError, match="negative"):
         decode(data, verify=False)
 
 
@@ -513,22 +533,19 @@ def test_a_writer_that_died_midway_leaves_nothing_readable() -> None:
     class Died(Exception):
         pass
 
+    class Poison:
+        def __iter__(self) -> Any:
+            raise Died
+
+    poison: Any = Poison()
     encoded = encode(BATCH)
     memory = np.zeros(encoded.nbytes, dtype=np.uint8)
-    encoded._buffers[-1] = Poison(Died)  # type: ignore[assignment]
+    encoded._buffers[-1] = poison
     with pytest.raises(Died):
         encoded.write_into(memory)
     assert memory[HEADER.size :].any()
     with pytest.raises(IntegrityError, match="did not finish"):
         decode(memory)
-
-
-@dataclasses.dataclass
-class Poison:
-    error: type[Exception]
-
-    def __iter__(self) -> Any:
-        raise self.error
 
 
 def test_every_column_of_the_same_batch_has_one_digest_whatever_carried_it() -> None:

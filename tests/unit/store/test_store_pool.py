@@ -38,7 +38,7 @@ def test_a_memoryview_and_a_tensor_keep_the_buffer() -> None:
     torch = pytest.importorskip("torch")
     pool = BufferPool(GRANULE, wait=0.05)
     lease = pool.acquire(64)
-    holders: list[object] = [torch.from_numpy(lease.array[:8]), memoryview(lease.array[:8])]
+    holders: list[object] = [torch.from_numpy(lease.array[:8]), lease.array[:8].data]
     del lease
     for _ in range(2):
         gc.collect()

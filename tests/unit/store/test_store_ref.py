@@ -1,5 +1,6 @@
 """BatchRef travels by pickle and JSON, and refuses formats it does not know."""
 
+import dataclasses
 import json
 import pickle
 from typing import Any
@@ -21,6 +22,8 @@ def test_round_trips() -> None:
 
 def test_unknown_format_is_refused_with_both_numbers() -> None:
     record = json.loads(REF.to_json())
+    with pytest.raises(IntegrityError, match=r"format 2.*format 1"):
+        dataclasses.replace(REF, format=2)
     with pytest.raises(IntegrityError, match=r"format 2.*format 1"):
         BatchRef.from_json(json.dumps({**record, "format": 2, "field_of_the_future": 1}))
     state = REF.__reduce__()

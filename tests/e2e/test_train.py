@@ -1,0 +1,153 @@
+"""The whole job through its command line, on real Mooncake, Ray, SGLang and torch ranks; too small to learn."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the extra `train` is not installed")
+pytest.importorskip("ray", reason="the extra `train` is not installed")
+
+from miles_plugin.arguments import load_config  # noqa: E402
+from miles_plugin.training.tiny_policy import build_model, build_tokenizer, save_checkpoint  # noqa: E402
+
+pytestmark = [pytest.mark.integration, pytest.mark.e2e]
+COMMAND = [sys.executable, "-m", "miles_plugin.cli", "train"]
+SMALL = ["--num-rollout", "2", "--rollout-batch-size", "8", "--n-samples-per-prompt", "4", "--held-out-size", "16"]
+MARK = "MILES_MOONCAKE_TEST_MARK"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("checkpoint")
+    save_checkpoint(build_model(32, 1, seed=0), build_tokenizer(), directory)
+    return directory
+
+
+@pytest.fixture
+def marked() -> Iterator[dict[str, str]]:
+    """An environment that every process of a job inherits, so that those left over can be found; none may be."""
+    mark = uuid.uuid4().hex
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MOONCAKE_")}
+    yield environment | {MARK: mark}
+    deadline = time.monotonic() + 10
+    while (left := _processes_with(mark)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left, f"processes outlived their job: {left}"
+
+
+def _processes_with(mark: str) -> dict[int, str]:
+    found = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():
+                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:120]
+        except OSError:
+            continue
+    return found
+
+
+def _run(arguments: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], env=environment, capture_output=True, text=True, timeout=280)
+
+
+def _steps(report: dict[str, Any]) -> list[dict[str, Any]]:
+    return [step for arm in report["arms"].values() for step in arm["steps"]]
+
+
+@pytest.mark.parametrize("backend", ["ray", "mooncake"])
+def test_a_short_job_ends_with_a_complete_report(
+    backend: str, checkpoint: Path, tmp_path: Path, marked: dict[str, str]
+) -> None:
+    arguments = [
+        "--config", "configs/local.yaml", *SMALL, "--hf-checkpoint", str(checkpoint), "--report", str(tmp_path / "run"),
+        "--object-store-backend", backend, "--reward-control", "both" if backend == "mooncake" else "none",
+    ]  # fmt: skip
+    done = _run(arguments, marked)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["status"] == "finished"
+    assert list(report["arms"]) == (["real", "shuffled"] if backend == "mooncake" else ["real"])
+    version = 0
+    for arm in report["arms"].values():
+        # Version `version` is the checkpoint, served before the arm's first rollout; each step serves the next.
+        for step in arm["steps"]:
+            assert step["sample_versions"] == [str(version)]
+            version += 1
+            assert step["served_version"] == version
+        version += 1
+    for step in _steps(report):
+        assert [shard["rank"] for shard in step["shards"]] == [0, 1]
+        assert all(shard["put_digest"] == shard["got_digest"] for shard in step["shards"])
+        assert len({shard["key"] for shard in step["shards"]}) == 2
+        assert sum(shard["rows"] for shard in step["shards"]) == step["samples"] == 32
+        assert set(step["seconds"]) == {"generate", "put", "get", "train", "update"}
+        assert step["nbytes"]["put"] == step["nbytes"]["get"] > 0
+        assert step["nbytes"]["update"] > 0
+        assert 0 <= step["held_out_accuracy"] <= 1
+    assert (tmp_path / "run" / "report.png").read_bytes().startswith(b"\x89PNG")
+    resolved = load_config(["--config", str(tmp_path / "run" / "config.yaml")])
+    assert resolved == load_config(arguments)
+
+
+def test_a_master_that_does_not_answer_ends_the_job_at_once(tmp_path: Path, marked: dict[str, str]) -> None:
+    kwargs = '{"protocol":"tcp","master_server_address":"127.0.0.1:1"}'
+    done = subprocess.run(
+        [*COMMAND, "--object-store-backend", "mooncake", "--mooncake-store-init-kwargs", kwargs],
+        env=marked, capture_output=True, text=True, timeout=60, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "127.0.0.1:1" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not list(tmp_path.iterdir()), "nothing is left behind by a job that did not start"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--num-rolout", "3"], "--num-rollout"),
+        (["--rollout-batch-size", "7"], "rollout_batch_size=7"),
+        (["--hf-checkpoint", "/nowhere"], "hf_checkpoint=/nowhere"),
+        (["--task", "spell_backwards"], "spell_backward"),
+        (["--object-store-backend", "mooncake", "--mooncake-store-init-kwargs", '{"protocl": "tcp"}'], "protocol"),
+    ],
+)
+def test_a_wrong_setting_is_one_readable_line(
+    arguments: list[str], expected: str, tmp_path: Path, marked: dict[str, str]
+) -> None:
+    done = subprocess.run([*COMMAND, *arguments], env=marked, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 2
+    assert expected in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_job_leaves_a_report_and_no_process(
+    number: signal.Signals, checkpoint: Path, tmp_path: Path, marked: dict[str, str]
+) -> None:
+    run = tmp_path / "run"
+    arguments = ["--config", "configs/local.yaml", *SMALL, "--num-rollout", "1000", "--hf-checkpoint", str(checkpoint)]
+    with (tmp_path / "output").open("w") as output:
+        job = subprocess.Popen([*COMMAND, *arguments, "--report", str(run)], env=marked, stdout=output, stderr=output)
+    deadline = time.monotonic() + 240
+    while "rollout   1" not in (tmp_path / "output").read_text():
+        assert job.poll() is None, (tmp_path / "output").read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    job.send_signal(number)
+    assert job.wait(timeout=60) == 130
+    report = json.loads((run / "report.json").read_text())
+    assert report["status"].startswith("stopped")
+    assert len(_steps(report)) >= 2

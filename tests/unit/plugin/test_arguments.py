@@ -1,0 +1,105 @@
+"""Settings: precedence, merging, and what a mistake is told."""
+
+from pathlib import Path
+
+import pytest
+
+from miles_plugin.arguments import GROUPS, TrainConfig, load_config
+from mooncake_store.errors import ConfigError
+
+
+@pytest.fixture
+def yaml_file(tmp_path: Path) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "num_rollout: 3\nlr: 0.5\nupdate_weight_buffer_size: 1.5mb\n"
+        "mooncake_store_init_kwargs: {protocol: tcp, device_name: a}\n"
+    )
+    return path
+
+
+def test_flag_over_environment_over_yaml_over_default(yaml_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILES_MOONCAKE_LR", "0.25")
+    monkeypatch.setenv("MILES_MOONCAKE_NUM_ROLLOUT", "4")
+    config = load_config(["--config", str(yaml_file), "--num-rollout", "5"])
+    assert (config.num_rollout, config.lr, config.update_weight_buffer_size) == (5, 0.25, 3 * 2**19)
+    assert config.seed == TrainConfig.model_fields["seed"].default
+
+
+def test_mappings_merge_key_by_key(yaml_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILES_MOONCAKE_MOONCAKE_STORE_INIT_KWARGS", '{"device_name": "b", "chunk_bytes": 1}')
+    config = load_config(
+        ["--config", str(yaml_file), '--mooncake-store-init-kwargs={"chunk_bytes": 2, "protocol": "rdma"}']
+    )
+    assert config.mooncake_store_init_kwargs == {"protocol": "rdma", "device_name": "b", "chunk_bytes": 2}
+
+
+def test_defaults_are_those_of_miles() -> None:
+    config = load_config([])
+    assert config.object_store_backend == "ray"
+    assert config.mooncake_replica_num == 1
+    assert config.update_weight_transfer_mode == "broadcast"
+    assert config.update_weight_buffer_size == 512 * 1024**2
+    assert config.pause_generation_mode == "retract"
+
+
+def test_what_was_resolved_reads_back_the_same(yaml_file: Path, tmp_path: Path) -> None:
+    config = load_config(["--config", str(yaml_file), "--task-kwargs", '{"min_word_len": 3}'])
+    written = tmp_path / "resolved.yaml"
+    written.write_text(config.to_yaml())
+    assert load_config(["--config", str(written)]) == config
+
+
+@pytest.mark.parametrize(
+    ("argv", "yaml", "environment", "expected"),
+    [
+        (["--num-rollouts", "3"], "", {}, ["--num-rollouts", "did you mean --num-rollout?"]),
+        ([], "num_rollouts: 3", {}, ["'num_rollouts'", "job.yaml", "did you mean num_rollout?"]),
+        (["--lr", "fast"], "", {}, ["lr", "'fast'", "command line", "number"]),
+        ([], "lr: fast", {}, ["lr", "'fast'", "job.yaml", "number"]),
+        ([], "", {"LR": "fast"}, ["lr", "'fast'", "environment", "number"]),
+        (["--num-rollout", "0"], "", {}, ["num_rollout", "'0'", "greater than or equal to 1"]),
+        (["--mooncake-replica-num", "0"], "", {}, ["mooncake_replica_num", "greater than or equal to 1"]),
+        (["--object-store-backend", "redis"], "", {}, ["object_store_backend", "'redis'", "'ray'", "'mooncake'"]),
+        (["--update-weight-buffer-size", "many"], "", {}, ["update_weight_buffer_size", "'many'", "command line"]),
+        (["--mooncake-store-init-kwargs", '{"protocol": tcp}'], "", {}, ["--mooncake-store-init-kwargs", "13"]),
+        (["--task-kwargs", "[1]"], "", {}, ["--task-kwargs", "JSON object", "list"]),
+        ([], "", {"TASK_KWARGS": "{"}, ["environment", "task_kwargs"]),
+        ([], "- 1", {}, ["job.yaml", "mapping", "list"]),
+        ([], "a: [", {}, ["job.yaml", "not YAML"]),
+        (["--run-id", "../up"], "", {}, ["run_id", "'../up'"]),
+        (["--seed"], "", {}, ["--seed", "expected one argument"]),
+    ],
+)
+def test_a_mistake_is_named_with_its_source(
+    argv: list[str],
+    yaml: str,
+    environment: dict[str, str],
+    expected: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "job.yaml").write_text(yaml)
+    for name, value in environment.items():
+        monkeypatch.setenv(f"MILES_MOONCAKE_{name}", value)
+    with pytest.raises(ConfigError) as caught:
+        load_config(["--config", str(tmp_path / "job.yaml"), *argv])
+    for words in expected:
+        assert words in str(caught.value)
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml.*No such file"):
+        load_config(["--config", "nowhere.yaml"])
+
+
+def test_help_lists_every_setting_under_its_group_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        load_config(["--help"])
+    assert exit_.value.code == 0
+    text = capsys.readouterr().out
+    for group in GROUPS:
+        assert f"\n{(group.__doc__ or '').partition(':')[0]}:\n" in text
+        for name in group.model_fields:
+            assert f"--{name.replace('_', '-')} " in text
+    assert "(default: retract)" in text

@@ -1,0 +1,104 @@
+"""Rewards, advantages, the rollout batch and the policy version: no process needed."""
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from miles_plugin.rollout.batch import split_groups, to_columns
+from miles_plugin.rollout.reward import assign_group_advantages, shuffle_rewards
+from miles_plugin.rollout.sample import Sample
+from miles_plugin.version import VersionAuthority, oldest
+from mooncake_store.layout import batch_digest
+
+
+def make_samples(groups: int, size: int) -> list[Sample]:
+    return [
+        Sample(
+            index=index,
+            group=index // size,
+            prompt=f"question {index // size}",
+            tokens=[5, 6, 7, *range(10, 10 + index % 4 + 1)],
+            log_probs=[-0.5] * (index % 4 + 1),
+            response="ab",
+            truncated=index % 2 == 0,
+            weight_versions=["3"],
+            reward=float(index % 3 == 0),
+        )
+        for index in range(groups * size)
+    ]
+
+
+def test_advantages_are_normalised_within_each_group() -> None:
+    samples = make_samples(groups=4, size=8)
+    for sample in samples[:8]:
+        sample.reward = 1.0
+    assign_group_advantages(samples)
+    assert all(sample.advantage == 0 for sample in samples[:8]), "a group of equal rewards teaches nothing"
+    for group in range(1, 4):
+        advantages = [sample.advantage for sample in samples if sample.group == group]
+        assert sum(advantages) == pytest.approx(0, abs=1e-9)
+        assert sum(a * a for a in advantages) / 8 == pytest.approx(1, abs=1e-4)
+    rewarded = [sample.advantage > 0 for sample in samples[8:]]
+    assert rewarded == [sample.reward == 1.0 for sample in samples[8:]]
+
+
+def test_shuffling_keeps_the_rewards_and_breaks_their_link_to_the_samples() -> None:
+    samples = make_samples(groups=16, size=8)
+    before = [sample.reward for sample in samples]
+    shuffle_rewards(samples, random.Random(0))
+    after = [sample.reward for sample in samples]
+    assert Counter(before) == Counter(after)
+    assert before != after
+
+
+def test_ranks_get_whole_groups_and_equally_many() -> None:
+    shards = split_groups(make_samples(groups=6, size=4), ranks=3)
+    assert [len(shard) for shard in shards] == [8, 8, 8]
+    groups = [{sample.group for sample in shard} for shard in shards]
+    assert set.union(*groups) == set(range(6))
+    assert sum(map(len, groups)) == 6
+
+
+def test_a_shard_has_miles_columns_row_for_row() -> None:
+    samples = make_samples(groups=2, size=4)
+    assign_group_advantages(samples)
+    columns = to_columns(samples, round_number=7, global_batch_size=16)
+    rows = {name: column for name, column in columns.items() if isinstance(column, list)}
+    assert {len(column) for column in rows.values()} == {8}
+    for row, sample in enumerate(samples):
+        assert rows["tokens"][row] == sample.tokens
+        response = rows["response_lengths"][row]
+        assert response == len(rows["loss_masks"][row]) == len(rows["rollout_log_probs"][row])
+        assert rows["rewards"][row] == sample.advantage
+        assert rows["raw_reward"][row] == sample.reward
+        assert rows["weight_versions"][row] == ["3"]
+    assert (columns["round_number"], columns["dynamic_global_batch_size"], columns["num_rollouts"]) == (7, 16, 2)
+    digest = batch_digest(columns)
+    assert digest == batch_digest(to_columns(samples, 7, 16))
+    samples[3].log_probs[0] -= 1e-3
+    assert digest != batch_digest(to_columns(samples, 7, 16))
+
+
+def test_versions_only_go_up_and_survive_their_process(tmp_path: Path) -> None:
+    log = tmp_path / "versions.log"
+    first = VersionAuthority(log)
+    assert first.current is None
+    assert [first.allocate(), first.allocate()] == [0, 1]
+    first.announce(1)
+    second = VersionAuthority(log)
+    assert second.current == 1
+    assert second.allocate() == 2
+    assert second.current == 1, "an allocated number is not yet served"
+    with pytest.raises(ValueError, match="version 0 cannot be announced"):
+        second.announce(0)
+    with pytest.raises(ValueError, match="version 3 cannot be announced"):
+        second.announce(3)
+
+
+@pytest.mark.parametrize(
+    ("versions", "expected"), [(["default"], None), (["3", "4"], 3), (["default", "0"], 0), (["10", "9"], 9)]
+)
+def test_the_oldest_version_is_a_number(versions: list[str], expected: int | None) -> None:
+    assert oldest(versions) == expected
