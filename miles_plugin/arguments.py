@@ -30,6 +30,9 @@ from mooncake_store.errors import ConfigError
 ENV_PREFIX = "MILES_MOONCAKE_"
 
 Bytes = Annotated[int, BeforeValidator(parse_size)]
+# How --help shows the type of a flag's value.
+_METAVARS = {"dict[str,Any]": "JSON", "{Path,null}": "DIR", "Path": "DIR", "{str,null}": "NAME", "str": "NAME",
+             "int": "N", "float": "X"}  # fmt: skip
 
 
 class ObjectStoreArguments(BaseModel):
@@ -102,7 +105,10 @@ class TrainingArguments(BaseModel):
 
     num_steps_per_rollout: int = Field(1, ge=1, description="optimizer steps per rollout")
     micro_batch_size: int = Field(64, ge=1, description="samples per forward pass on one rank")
-    lr: float = Field(1e-4, gt=0, description="learning rate")
+    lr: float = Field(1e-4, gt=0, description="peak learning rate")
+    min_lr: float = Field(0.0, ge=0, description="learning rate that a linear decay ends at")
+    lr_decay_style: Literal["constant", "linear"] = Field("constant", description="course after the warm-up")
+    lr_warmup_iters: int = Field(0, ge=0, description="optimizer steps over which the learning rate rises to --lr")
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta 1")
     adam_beta2: float = Field(0.95, ge=0, lt=1, description="AdamW beta 2")
     weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay")
@@ -173,13 +179,19 @@ def load_config(argv: Sequence[str], prog: str = "miles-mooncake train") -> Trai
         ConfigError: an unknown key or flag (with the nearest known one), or a value of the wrong type or out of
             range; the message names the setting, the value and where it came from.
     """
-    parser = _Parser(prog=prog, description=TrainConfig.__doc__, allow_abbrev=False)
-    parser.add_argument("--config", type=Path, help="YAML file of settings, named like the flags")
-    groups = {
-        name: parser.add_argument_group(*(group.__doc__ or "").split(": ", 1))
-        for group in GROUPS
-        for name in group.model_fields
-    }
+    parser = _Parser(
+        prog=prog,
+        usage=f"{prog} [--config FILE] [--SETTING VALUE ...]",
+        description="Run the main job: rollout, training and weight updates, until --num-rollout rollouts are done.",
+        epilog=f"Every setting can also stand in FILE, under the same name with underscores, or in the environment as "
+        f"{ENV_PREFIX}<NAME>. A flag wins over the environment, that over FILE, that over the default.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file of settings, named like the flags")
+    groups = {}
+    for group in GROUPS:
+        section = parser.add_argument_group(*(group.__doc__ or "").split(": ", 1))
+        groups.update(dict.fromkeys(group.model_fields, section))
     _check_json_flags(argv)
     cli: CliSettingsSource[argparse.ArgumentParser] = CliSettingsSource(
         TrainConfig,
@@ -215,6 +227,8 @@ def _check_json_flags(argv: Sequence[str]) -> None:
 
 def _add_flag(groups: dict[str, Any], *names: str, **options: Any) -> argparse.Action:
     dest = names[-1].removeprefix("--").replace("-", "_").removeprefix("no_")
+    options["help"] = options["help"].replace("default factory: dict", "default: {}")
+    options["metavar"] = _METAVARS.get(options.get("metavar", ""), options.get("metavar"))
     action: argparse.Action = groups[dest].add_argument(*names, **options)
     return action
 

@@ -88,15 +88,14 @@ def train(config: TrainConfig, say: Say = print) -> Path:
 def _parts(config: TrainConfig, plan: Plan, run_id: str, directory: Path, say: Say) -> Iterator[tuple[Actors, Path]]:
     """Start the parts of the job; at exit, end them in the opposite order."""
     with contextlib.ExitStack() as stack:
-        init_kwargs = dict(config.mooncake_store_init_kwargs)
+        master = None
         if plan.own_master:
-            master = stack.enter_context(MasterProcess(log=directory / "logs" / "mooncake_master.log"))
-            init_kwargs["master_server_address"] = master.address
-            say(f"mooncake_master at {master.address}")
+            master = stack.enter_context(MasterProcess(log=directory / "logs" / "mooncake_master.log")).address
+            say(f"mooncake_master at {master}")
         stack.enter_context(local_cluster(plan.rollout_node, plan.trainer_node))
         say("Ray: a rollout node and a trainer node")
         checkpoint = _checkpoint(config, say)
-        actors = _start_actors(config, plan, init_kwargs, run_id, directory)
+        actors = _start_actors(config, plan, master, run_id, directory)
         stack.callback(_close, actors)
         _connect(actors, checkpoint, plan, say)
         yield actors, checkpoint
@@ -110,7 +109,7 @@ def _checkpoint(config: TrainConfig, say: Say) -> Path:
     return warm_started_checkpoint(config, say)
 
 
-def _start_actors(config: TrainConfig, plan: Plan, init_kwargs: dict[str, Any], run_id: str, directory: Path) -> Actors:
+def _start_actors(config: TrainConfig, plan: Plan, master: str | None, run_id: str, directory: Path) -> Actors:
     import ray
 
     from miles_plugin.rollout.manager import RolloutManager
@@ -130,11 +129,11 @@ def _start_actors(config: TrainConfig, plan: Plan, init_kwargs: dict[str, Any], 
     ]
     # The trainers' segment must be mounted before the manager puts, so they join the store first.
     actors = Actors(None, trainers)
-    actors.each("open_store", init_kwargs, run_id)
+    actors.each("open_store", master, run_id)
     manager = (
         ray.remote(RolloutManager)
         .options(resources={ROLLOUT_NODE: 1}, num_cpus=1, num_gpus=len(plan.rollout_node.gpus))
-        .remote(config, init_kwargs, run_id, directory, ranks)
+        .remote(config, master, run_id, directory, ranks)
     )
     return Actors(manager, trainers)
 

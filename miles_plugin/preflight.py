@@ -2,9 +2,11 @@
 
 import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from miles_plugin.arguments import TrainConfig
 from miles_plugin.cluster import NodeSpec
+from miles_plugin.rollout.task import Task
 from mooncake_store.config import resolve
 from mooncake_store.errors import ConfigError
 from mooncake_store.master import probe_master
@@ -28,6 +30,8 @@ def check(config: TrainConfig) -> Plan:
     own_master = _check_store(config)
     _check_sizes(config)
     _check_checkpoint(config)
+    _check_packages()
+    Task(config.task, config.task_kwargs, config.held_out_size, config.seed)
     gpus = _visible_gpus()
     needed = config.actor_num_gpus_per_node + config.rollout_num_gpus
     if gpus and len(gpus) < needed:
@@ -79,9 +83,18 @@ def _check_checkpoint(config: TrainConfig) -> None:
         raise ConfigError(f"hf_checkpoint={path}: no config.json there; give a local Hugging Face checkpoint directory")
 
 
+def _check_packages() -> None:
+    missing = [name for name in ("ray", "reasoning_gym", "torch", "transformers") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"training needs {', '.join(missing)}: pip install miles-mooncake[train]")
+    if find_spec("sglang") is None:
+        raise ConfigError(
+            "rollout needs sglang: pip install miles-mooncake[sglang] on a machine with a GPU; without one, "
+            "`make demo` installs what a CPU needs"
+        )
+
+
 def _visible_gpus() -> list[int]:
-    try:
-        import torch
-    except ImportError:
-        raise ConfigError("training needs torch: install miles-mooncake[train]") from None
+    import torch
+
     return list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []

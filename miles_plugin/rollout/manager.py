@@ -15,12 +15,13 @@ from typing import Any
 
 from miles_plugin.arguments import TrainConfig
 from miles_plugin.engines.launch import EngineSpec, RunningEngine, start_engines
+from miles_plugin.object_store import open_rollout_store
 from miles_plugin.rollout.batch import split_groups, to_columns
 from miles_plugin.rollout.reward import assign_group_advantages, shuffle_rewards
 from miles_plugin.rollout.sample import Sample
 from miles_plugin.rollout.task import Item, Task
 from miles_plugin.version import VersionAuthority
-from mooncake_store import BatchRef, batch_digest, open_store
+from mooncake_store import BatchRef, batch_digest
 
 
 @dataclass(frozen=True)
@@ -54,23 +55,15 @@ class RolloutManager:
 
     Args:
         config: the job's settings.
-        init_kwargs: of the object store, with the master's address filled in.
+        master: address of the Mooncake master that the job started, if it did.
         run_id: names the run's objects in the store.
         run_dir: gets the version log and the engines' logs.
         ranks: trainer ranks, each of which gets a shard.
     """
 
-    def __init__(
-        self, config: TrainConfig, init_kwargs: dict[str, Any], run_id: str, run_dir: Path, ranks: int
-    ) -> None:
+    def __init__(self, config: TrainConfig, master: str | None, run_id: str, run_dir: Path, ranks: int) -> None:
         self._config, self._run_dir, self._ranks = config, run_dir, ranks
-        self._store = open_store(
-            config.object_store_backend,
-            init_kwargs=init_kwargs,
-            replica_num=config.mooncake_replica_num,
-            contribute_segment=False,
-            run_id=run_id,
-        )
+        self._store = open_rollout_store(config, master, run_id, contribute_segment=False)
         self._versions = VersionAuthority(run_dir / "versions.log")
         self._task = Task(config.task, config.task_kwargs, config.held_out_size, config.seed)
         self._engines: list[RunningEngine] = []

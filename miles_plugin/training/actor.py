@@ -11,13 +11,14 @@ import torch.distributed as dist
 from miles_plugin.arguments import TrainConfig
 from miles_plugin.engines.launch import free_port
 from miles_plugin.engines.sglang import SGLangEngine
+from miles_plugin.object_store import open_rollout_store
 from miles_plugin.rollout.manager import Shard
 from miles_plugin.training.policy import WEIGHT_DTYPE
 from miles_plugin.training.trainer import Trainer
 from miles_plugin.weight_transfer.broadcast import Broadcaster, EngineRanks
 from miles_plugin.weight_transfer.sources import buckets, full_parameters
 from miles_plugin.weight_transfer.transfer import update_weights
-from mooncake_store import batch_digest, open_store
+from mooncake_store import batch_digest
 
 
 class TrainerActor:
@@ -33,15 +34,10 @@ class TrainerActor:
         self._device_type = "cuda" if torch.cuda.is_available() else "cpu"
         self._broadcaster: Broadcaster | None = None
 
-    def open_store(self, init_kwargs: dict[str, Any], run_id: str) -> None:
+    def open_store(self, master: str | None, run_id: str) -> None:
         """Join the store. Rank 0 of a node contributes the node's segment (by LOCAL_RANK)."""
         self._run_id = run_id
-        self._store = open_store(
-            self._config.object_store_backend,
-            init_kwargs=init_kwargs,
-            replica_num=self._config.mooncake_replica_num,
-            run_id=run_id,
-        )
+        self._store = open_rollout_store(self._config, master, run_id)
 
     def rendezvous_port(self, host: str) -> int:
         """A free port of rank 0's node."""

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 _END_ID, _PAD_ID = 0, 1
-_HEAD_DIM = 32
+_HEAD_DIM = 16
 # SGLang pads vocabularies to multiples of 64; 258 bytes and special tokens fit in 320.
 _VOCABULARY = 320
 
@@ -25,7 +25,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(hidden_size: int, num_layers: int, seed: int) -> Qwen3ForCausalLM:
-    """A randomly initialised float32 model with heads of 32 channels, two query heads per key-value head."""
+    """A randomly initialised float32 model with heads of 16 channels, two query heads per key-value head."""
     torch.manual_seed(seed)
     heads = max(1, hidden_size // _HEAD_DIM)
     config = Qwen3Config(

@@ -1,6 +1,7 @@
 """One data-parallel rank of the GRPO trainer."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ class Trainer:
             betas=(config.adam_beta1, config.adam_beta2),
             weight_decay=config.weight_decay,
         )
+        self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._optimizer, partial(learning_rate_factor, config))
 
     def train(self, batch: Mapping[str, Any]) -> dict[str, float]:
         """Learn from this rank's shard of a rollout batch; collective over all ranks.
@@ -66,6 +68,7 @@ class Trainer:
             totals += torch.stack([loss.detach(), clipped])
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_grad)
         self._optimizer.step()
+        self._scheduler.step()
         self._optimizer.zero_grad(set_to_none=True)
         dist.all_reduce(totals)
         return totals / tokens, float(norm.full_tensor())  # type: ignore[attr-defined]  # a DTensor under FSDP2
@@ -76,6 +79,18 @@ class Trainer:
         size = self._config.micro_batch_size
         for start in range(0, len(ordered), size):
             yield pad(batch, ordered[start : start + size], self._device)
+
+
+def learning_rate_factor(config: TrainConfig, step: int) -> float:
+    """Share of `lr` at an optimizer step: a linear rise over `lr_warmup_iters`, then constant or down to `min_lr`."""
+    if step < config.lr_warmup_iters:
+        return (step + 1) / config.lr_warmup_iters
+    if config.lr_decay_style == "constant":
+        return 1.0
+    total = config.num_rollout * config.num_steps_per_rollout
+    left = max(0.0, (total - step) / max(1, total - config.lr_warmup_iters))
+    floor = config.min_lr / config.lr
+    return floor + (1 - floor) * left
 
 
 def pad(batch: Mapping[str, Any], rows: Sequence[int], device: torch.device) -> PaddedBatch:

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from store_children import Child
 
 from mooncake_store import (
     BatchRef,
@@ -37,6 +36,7 @@ from mooncake_store import (
 from mooncake_store.backends.mooncake import MooncakeCarrier
 from mooncake_store.client import Limits, MooncakeClient
 from mooncake_store.config import resolve
+from tests.integration.store.store_children import Child
 
 pytestmark = pytest.mark.integration
 

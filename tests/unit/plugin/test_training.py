@@ -8,10 +8,11 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the extra `train` is not installed")
 
+from miles_plugin.arguments import load_config  # noqa: E402
 from miles_plugin.rollout.batch import to_columns  # noqa: E402
 from miles_plugin.training.grpo import PaddedBatch, clipped_policy_loss, next_token_log_probs  # noqa: E402
 from miles_plugin.training.tiny_policy import build_model, build_tokenizer, save_checkpoint  # noqa: E402
-from miles_plugin.training.trainer import pad  # noqa: E402
+from miles_plugin.training.trainer import learning_rate_factor, pad  # noqa: E402
 from miles_plugin.weight_transfer.sources import buckets, full_parameters  # noqa: E402
 from mooncake_store.layout import decode, encode  # noqa: E402
 from tests.unit.plugin.test_rollout import make_samples  # noqa: E402
@@ -99,3 +100,14 @@ def test_model_and_items_are_seeded() -> None:
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     assert np.isfinite(first.detach().numpy()).all()
+
+
+def test_the_learning_rate_rises_holds_and_decays() -> None:
+    base = ["--num-rollout", "5", "--num-steps-per-rollout", "2", "--lr", "1.0", "--lr-warmup-iters", "4"]
+    constant = load_config(base)
+    assert [learning_rate_factor(constant, step) for step in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
+    linear = load_config([*base, "--lr-decay-style", "linear", "--min-lr", "0.1"])
+    factors = [learning_rate_factor(linear, step) for step in range(12)]
+    assert factors[3] == factors[4] == 1
+    assert factors[4:11] == sorted(factors[4:11], reverse=True)
+    assert factors[10] == factors[11] == pytest.approx(0.1)

@@ -298,7 +298,7 @@ def test_rows_select_samples_and_leave_batch_values(rows: Any) -> None:
     got = as_lists(round_trip(BATCH, rows=rows))
     picked = list(range(4))[rows] if isinstance(rows, slice) else [range(4)[int(row)] for row in rows]
     for name in ("tokens", "rewards", "prompt"):
-        assert got[name] == [BATCH[name][row] for row in picked]  # type: ignore[index]
+        assert got[name] == [BATCH[name][row] for row in picked]
     assert got["pair"] == BATCH["pair"][picked].tolist()
     for name in ("round_number", "num_microbatches", "total_lengths", "shape"):
         assert same(got[name], BATCH[name])
