@@ -65,7 +65,7 @@ def _train(config: TrainConfig, report: Callable[[str], None]) -> tuple[Qwen3For
     task = Task(config.task, config.task_kwargs, config.held_out_size, config.seed)
     tokenizer = build_tokenizer()
     model = build_model(config.tiny_hidden_size, config.tiny_num_layers, config.seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.warm_start_lr, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.warm_start_lr, betas=(0.9, 0.95), weight_decay=0.01)
     validation = task.validation(_VALIDATION_SIZE)
     items = task.warm_start()
     started, accuracy = time.monotonic(), 0.0
