@@ -15,7 +15,7 @@ from miles_plugin.arguments import TrainConfig
 from miles_plugin.cluster import LOOPBACK, ROLLOUT_NODE, TRAINER_NODE, local_cluster
 from miles_plugin.preflight import Plan, check
 from miles_plugin.report.record import Arm, Report, ShardRecord, Step
-from mooncake_store.errors import IntegrityError
+from mooncake_store.errors import ConfigError, IntegrityError
 from mooncake_store.master import MasterProcess
 
 ARMS = {"none": ("real",), "shuffled": ("shuffled",), "both": ("real", "shuffled")}
@@ -31,16 +31,27 @@ class Actors:
 
     def each(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method on every trainer at once and wait for the results, in rank order."""
-        import ray
-
-        results: list[Any] = ray.get([getattr(trainer, method).remote(*arguments) for trainer in self.trainers])
-        return results
+        return results_of([getattr(trainer, method).remote(*arguments) for trainer in self.trainers])
 
     def managed(self, method: str, *arguments: Any) -> Any:
         """Call a method of the manager and wait."""
         import ray
 
         return ray.get(getattr(self.manager, method).remote(*arguments))
+
+
+def results_of(calls: list[Any]) -> list[Any]:
+    """Results of Ray calls, in order. The first failure is raised at once: the other ranks may wait for the failed
+    one in a collective, and would hold the job until that times out.
+    """
+    import ray
+
+    pending = calls
+    while pending:
+        ready, pending = ray.wait(pending)
+        ray.get(ready)
+    results: list[Any] = ray.get(calls)
+    return results
 
 
 def train(config: TrainConfig, say: Say = print) -> Path:
@@ -63,7 +74,7 @@ def train(config: TrainConfig, say: Say = print) -> Path:
             for reward in ARMS[config.reward_control]:
                 report.arms[reward] = arm = _begin_arm(actors, checkpoint, reward, say)
                 for rollout_id in range(config.num_rollout):
-                    arm.steps.append(_step(config, actors, reward, rollout_id))
+                    arm.steps.append(_step(config, actors, rollout_id))
                     say(_line(arm.steps[-1]))
                     report.seconds_total = time.monotonic() - started
                     report.write(directory / "report.json")
@@ -96,9 +107,10 @@ def _parts(config: TrainConfig, plan: Plan, run_id: str, directory: Path, say: S
         say("Ray: a rollout node and a trainer node")
         checkpoint = _checkpoint(config, say)
         actors = _start_actors(config, plan, master, run_id, directory)
-        stack.callback(_close, actors)
         _connect(actors, checkpoint, plan, say)
         yield actors, checkpoint
+        # Only after success: a part that failed may never answer, and the cluster's end takes every process along.
+        _close(actors)
 
 
 def _checkpoint(config: TrainConfig, say: Say) -> Path:
@@ -158,11 +170,9 @@ def _begin_arm(actors: Actors, checkpoint: Path, reward: str, say: Say) -> Arm:
     return arm
 
 
-def _step(config: TrainConfig, actors: Actors, reward: str, rollout_id: int) -> Step:
-    import ray
-
+def _step(config: TrainConfig, actors: Actors, rollout_id: int) -> Step:
     rollout = actors.managed("generate", rollout_id)
-    results = ray.get(
+    results = results_of(
         [
             trainer.train.remote(shard, actors.manager)
             for trainer, shard in zip(actors.trainers, rollout.shards, strict=True)
@@ -189,7 +199,6 @@ def _step(config: TrainConfig, actors: Actors, reward: str, rollout_id: int) -> 
     is_last = rollout_id + 1 == config.num_rollout
     evaluated = (rollout_id + 1) % config.eval_interval == 0 or is_last
     return Step(
-        arm=reward,
         rollout_id=rollout_id,
         reward=rollout.reward,
         held_out_accuracy=actors.managed("evaluate") if evaluated else None,
@@ -207,18 +216,15 @@ def _step(config: TrainConfig, actors: Actors, reward: str, rollout_id: int) -> 
 
 
 def _close(actors: Actors) -> None:
-    """Let every actor leave in order; a failure here must not hide what ended the job."""
-    import ray
-
-    for actor in [*actors.trainers, actors.manager]:
-        try:
-            ray.get(actor.close.remote(), timeout=15)
-        except Exception as error:
-            logging.getLogger(__name__).warning("closing an actor: %s", error)
+    """Let every actor leave in order: the trainers' group and the store first, then the engines."""
+    actors.each("close")
+    actors.managed("close")
 
 
 def _report_directory(config: TrainConfig, run_id: str) -> Path:
     directory = (config.report or Path("runs") / run_id).resolve()
+    if (directory / "report.json").exists():
+        raise ConfigError(f"report={directory} holds the report of another run; name another directory or remove it")
     (directory / "logs").mkdir(parents=True, exist_ok=True)
     return directory
 

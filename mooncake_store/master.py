@@ -15,7 +15,7 @@ from types import TracebackType
 
 from mooncake_store.config import master_endpoints
 from mooncake_store.errors import MissingDependency, StoreUnavailable
-from mooncake_store.process import ManagedProcess
+from mooncake_store.process import ManagedProcess, free_ports
 
 EXECUTABLE = "mooncake_master"
 
@@ -60,15 +60,6 @@ def find_master() -> Path:
         f"{EXECUTABLE} is neither beside {sys.executable}, on PATH, nor in a mooncake package; "
         f"install miles-mooncake with the extra cpu, cuda or cuda13"
     )
-
-
-def free_ports(count: int) -> list[int]:
-    """Return `count` different TCP ports that are free on loopback at this moment."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(held.getsockname()[1]) for held in sockets]
-    for held in sockets:
-        held.close()
-    return ports
 
 
 class MasterProcess:

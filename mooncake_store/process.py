@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -61,3 +62,12 @@ class ManagedProcess:
         except subprocess.TimeoutExpired:
             os.killpg(self._guard.pid, signal.SIGKILL)
             self._guard.wait()
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """`count` different TCP ports that are free on `host` at this moment."""
+    sockets = [socket.create_server((host, 0)) for _ in range(count)]
+    ports = [int(held.getsockname()[1]) for held in sockets]
+    for held in sockets:
+        held.close()
+    return ports

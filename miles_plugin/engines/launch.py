@@ -1,7 +1,6 @@
 """Start SGLang servers on this node: the ordinary server where there is a GPU, the CPU recipe where there is none."""
 
 import os
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -9,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from miles_plugin.engines.sglang import EngineError, SGLangEngine
-from mooncake_store.process import ManagedProcess
+from mooncake_store.process import ManagedProcess, free_ports
 
 START_SECONDS = 300.0
 # Bounds the KV cache of a CPU engine; a batch of 512 short samples needs about 40,000 tokens.
@@ -103,14 +102,7 @@ def environment(spec: EngineSpec) -> dict[str, str]:
     return {**os.environ, **added}
 
 
-def free_port(host: str) -> int:
-    """A TCP port that was free on `host` a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
 def _start(spec: EngineSpec) -> RunningEngine:
-    port = free_port(spec.host)
+    (port,) = free_ports(1, spec.host)
     process = ManagedProcess("sglang", command(spec, port), spec.log, environment(spec))
     return RunningEngine(SGLangEngine(f"http://{spec.host}:{port}"), process, max(1, len(spec.gpus)))

@@ -24,7 +24,7 @@ def draw(report: Report, path: Path) -> None:
         _draw_learning(learning, name, arm)
     learning.set(xlabel="rollout", ylabel="held-out accuracy", ylim=(0, 1), title="Learning")
     if report.arms:
-        learning.legend(loc="best", frameon=False)
+        learning.legend(loc="upper left", frameon=False, fontsize=9)
         main = next(iter(report.arms.values()))
         _draw_phases(time, main)
         _draw_bytes(size, main)
@@ -42,7 +42,8 @@ def _draw_learning(axes: Any, name: str, arm: Arm) -> None:
     x, y = [0, *(i for i, _ in measured)], [arm.initial_accuracy, *(a for _, a in measured)]
     axes.plot(x, y, color=_COLOURS[name], linewidth=2, label=_LABELS[name])
     rewards = [step.reward for step in arm.steps]
-    axes.plot(range(1, len(rewards) + 1), rewards, color=_COLOURS[name], linewidth=1, alpha=0.35)
+    axes.plot(range(1, len(rewards) + 1), rewards, color=_COLOURS[name], linewidth=1, alpha=0.4,
+              label="  mean reward of its samples")  # fmt: skip
     axes.grid(alpha=0.25)
 
 
@@ -51,7 +52,8 @@ def _draw_phases(axes: Any, arm: Arm) -> None:
     phases = {phase: [step.seconds.get(phase, 0.0) for step in arm.steps] for phase in _PHASES}
     if x:
         axes.stackplot(x, phases.values(), labels=phases.keys(), colors=_PHASES.values(), alpha=0.85)
-        axes.legend(loc="upper right", frameon=False, fontsize=8)
+        axes.legend(loc="upper center", ncols=len(phases), frameon=False, fontsize=8, columnspacing=1, handlelength=1)
+        axes.set_ylim(0, 1.2 * max(map(sum, zip(*phases.values(), strict=True))))
     axes.set(xlabel="rollout", ylabel="seconds", title="Time per phase")
 
 

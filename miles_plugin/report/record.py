@@ -29,7 +29,6 @@ class Step:
     versions: that made the samples, and that was served after the update.
     """
 
-    arm: str
     rollout_id: int
     reward: float
     held_out_accuracy: float | None

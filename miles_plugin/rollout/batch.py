@@ -1,9 +1,20 @@
 """Samples -> the rollout batch: a dict of per-sample columns under miles's names, one shard per trainer rank."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from miles_plugin.rollout.sample import Sample
+from mooncake_store import BatchRef
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's part of a rollout batch: where it is, and the digest of what was put there."""
+
+    rank: int
+    ref: BatchRef
+    digest: str
 
 
 def split_groups(samples: Sequence[Sample], ranks: int) -> list[list[Sample]]:

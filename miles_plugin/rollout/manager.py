@@ -16,21 +16,12 @@ from typing import Any
 from miles_plugin.arguments import TrainConfig
 from miles_plugin.engines.launch import EngineSpec, RunningEngine, start_engines
 from miles_plugin.object_store import open_rollout_store
-from miles_plugin.rollout.batch import split_groups, to_columns
+from miles_plugin.rollout.batch import Shard, split_groups, to_columns
 from miles_plugin.rollout.reward import assign_group_advantages, shuffle_rewards
 from miles_plugin.rollout.sample import Sample
 from miles_plugin.rollout.task import Item, Task
 from miles_plugin.version import VersionAuthority
 from mooncake_store import BatchRef, batch_digest
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One rank's part of a rollout batch: where it is, and the digest of what was put there."""
-
-    rank: int
-    ref: BatchRef
-    digest: str
 
 
 @dataclass(frozen=True)

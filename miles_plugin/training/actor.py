@@ -9,16 +9,16 @@ import torch
 import torch.distributed as dist
 
 from miles_plugin.arguments import TrainConfig
-from miles_plugin.engines.launch import free_port
 from miles_plugin.engines.sglang import SGLangEngine
 from miles_plugin.object_store import open_rollout_store
-from miles_plugin.rollout.manager import Shard
+from miles_plugin.rollout.batch import Shard
 from miles_plugin.training.policy import WEIGHT_DTYPE
 from miles_plugin.training.trainer import Trainer
 from miles_plugin.weight_transfer.broadcast import Broadcaster, EngineRanks
 from miles_plugin.weight_transfer.sources import buckets, full_parameters
 from miles_plugin.weight_transfer.transfer import update_weights
 from mooncake_store import batch_digest
+from mooncake_store.process import free_ports
 
 
 class TrainerActor:
@@ -41,7 +41,7 @@ class TrainerActor:
 
     def rendezvous_port(self, host: str) -> int:
         """A free port of rank 0's node."""
-        return free_port(host)
+        return free_ports(1, host)[0]
 
     def join(self, host: str, port: int) -> None:
         """Form the process group of the trainer ranks; collective."""

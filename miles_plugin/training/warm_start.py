@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from miles_plugin.arguments import PolicyArguments, TrainConfig
 from miles_plugin.rollout.task import Item, Task
@@ -42,6 +43,7 @@ def warm_started_checkpoint(config: TrainConfig, report: Callable[[str], None]) 
     if (cached / "warm_start.json").exists():
         report(f"warm start: {json.loads((cached / 'warm_start.json').read_text())}, cached in {cached}")
         return cached
+    disable_progress_bar()
     model, summary = _train(config, report)
     partial = cached.with_name(f"{cached.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)

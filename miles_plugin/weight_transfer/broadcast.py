@@ -1,6 +1,5 @@
 """Broadcast: trainer rank 0 and all engine ranks form a process group (gloo or NCCL), weights go out in buckets."""
 
-import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from miles_plugin.engines.sglang import EngineError, SGLangEngine
 from miles_plugin.weight_transfer.sources import NamedTensor
+from mooncake_store.process import free_ports
 
 GROUP_TIMEOUT = timedelta(seconds=60)
 
@@ -47,9 +47,7 @@ class Broadcaster:
         self._engines, self._group_name = engines, group
         self._pool = ThreadPoolExecutor(len(engines), thread_name_prefix="broadcast")
         world_size = 1 + sum(member.ranks for member in engines)
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            port = probe.getsockname()[1]
+        (port,) = free_ports(1, address)
         offsets = [1 + sum(member.ranks for member in engines[:index]) for index in range(len(engines))]
         joining = [
             self._pool.submit(member.engine.init_weights_group, address, port, offset, world_size, group, backend)

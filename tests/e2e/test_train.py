@@ -21,7 +21,18 @@ from miles_plugin.training.tiny_policy import build_model, build_tokenizer, save
 
 pytestmark = [pytest.mark.integration, pytest.mark.e2e]
 COMMAND = [sys.executable, "-m", "miles_plugin.cli", "train"]
-SMALL = ["--num-rollout", "2", "--rollout-batch-size", "8", "--n-samples-per-prompt", "4", "--held-out-size", "16"]
+SMALL = [
+    "--num-rollout",
+    "2",
+    "--rollout-batch-size",
+    "8",
+    "--num-steps-per-rollout",
+    "2",
+    "--n-samples-per-prompt",
+    "4",
+    "--held-out-size",
+    "16",
+]
 MARK = "MILES_MOONCAKE_TEST_MARK"
 
 
@@ -73,6 +84,7 @@ def test_a_short_job_ends_with_a_complete_report(
         "--config", "configs/local.yaml", *SMALL, "--hf-checkpoint", str(checkpoint), "--report", str(tmp_path / "run"),
         "--object-store-backend", backend, "--reward-control", "both" if backend == "mooncake" else "none",
     ]  # fmt: skip
+    expected = load_config(arguments)
     done = _run(arguments, marked)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "run" / "report.json").read_text())
@@ -96,8 +108,7 @@ def test_a_short_job_ends_with_a_complete_report(
         assert step["nbytes"]["update"] > 0
         assert 0 <= step["held_out_accuracy"] <= 1
     assert (tmp_path / "run" / "report.png").read_bytes().startswith(b"\x89PNG")
-    resolved = load_config(["--config", str(tmp_path / "run" / "config.yaml")])
-    assert resolved == load_config(arguments)
+    assert load_config(["--config", str(tmp_path / "run" / "config.yaml")]) == expected
 
 
 def test_a_master_that_does_not_answer_ends_the_job_at_once(tmp_path: Path, marked: dict[str, str]) -> None:
@@ -133,9 +144,9 @@ def test_a_wrong_setting_is_one_readable_line(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_job_leaves_a_report_and_no_process(
-    number: signal.Signals, checkpoint: Path, tmp_path: Path, marked: dict[str, str]
+@pytest.mark.parametrize("how", ["ctrl-c", "terminated", "a trainer rank dies"])
+def test_a_job_that_is_stopped_leaves_a_report_and_no_process(
+    how: str, checkpoint: Path, tmp_path: Path, marked: dict[str, str]
 ) -> None:
     run = tmp_path / "run"
     arguments = ["--config", "configs/local.yaml", *SMALL, "--num-rollout", "1000", "--hf-checkpoint", str(checkpoint)]
@@ -146,8 +157,29 @@ def test_an_interrupted_job_leaves_a_report_and_no_process(
         assert job.poll() is None, (tmp_path / "output").read_text()
         assert time.monotonic() < deadline
         time.sleep(0.5)
-    job.send_signal(number)
-    assert job.wait(timeout=60) == 130
+    if how == "a trainer rank dies":
+        ranks = [pid for pid, name in _processes_with(marked[MARK]).items() if name.startswith("ray::TrainerActor")]
+        assert len(ranks) == 2
+        os.kill(ranks[1], signal.SIGKILL)
+    else:
+        job.send_signal(signal.SIGINT if how == "ctrl-c" else signal.SIGTERM)
+    status = job.wait(timeout=60)
+    last_words = (tmp_path / "output").read_text()
+    if how == "a trainer rank dies":
+        assert status == 1
+        assert "TrainerActor" in last_words
+    else:
+        assert status == 130
+        assert "interrupted" in last_words
+    assert "Traceback" not in last_words
     report = json.loads((run / "report.json").read_text())
     assert report["status"].startswith("stopped")
     assert len(_steps(report)) >= 2
+
+
+def test_a_report_is_never_overwritten(tmp_path: Path, marked: dict[str, str]) -> None:
+    (tmp_path / "report.json").write_text("{}")
+    done = _run(["--report", str(tmp_path)], marked)
+    assert done.returncode == 2
+    assert "holds the report of another run" in done.stderr
+    assert (tmp_path / "report.json").read_text() == "{}"
