@@ -20,6 +20,9 @@ from mooncake_store.master import MasterProcess
 
 ARMS = {"none": ("real",), "shuffled": ("shuffled",), "both": ("real", "shuffled")}
 Say = Callable[[str], None]
+# Calls of this group reach the manager while it generates.
+_CONTROL = "control"
+_ABANDON_SECONDS = 8.0
 
 
 @dataclass(frozen=True)
@@ -107,10 +110,13 @@ def _parts(config: TrainConfig, plan: Plan, run_id: str, directory: Path, say: S
         say("Ray: a rollout node and a trainer node")
         checkpoint = _checkpoint(config, say)
         actors = _start_actors(config, plan, master, run_id, directory)
-        _connect(actors, checkpoint, plan, say)
-        yield actors, checkpoint
-        # Only after success: a part that failed may never answer, and the cluster's end takes every process along.
-        _close(actors)
+        try:
+            _connect(actors, checkpoint, plan, say)
+            yield actors, checkpoint
+            _close(actors)
+        except BaseException:
+            _abandon(actors)
+            raise
 
 
 def _checkpoint(config: TrainConfig, say: Say) -> Path:
@@ -143,8 +149,12 @@ def _start_actors(config: TrainConfig, plan: Plan, master: str | None, run_id: s
     actors = Actors(None, trainers)
     actors.each("open_store", master, run_id)
     manager = (
-        ray.remote(RolloutManager)
-        .options(resources={ROLLOUT_NODE: 1}, num_cpus=1, num_gpus=len(plan.rollout_node.gpus))
+        ray.remote(concurrency_groups={_CONTROL: 1})(RolloutManager)
+        .options(
+            resources={ROLLOUT_NODE: 1},
+            num_cpus=1,
+            num_gpus=len(plan.rollout_node.gpus),
+        )
         .remote(config, master, run_id, directory, ranks)
     )
     return Actors(manager, trainers)
@@ -219,6 +229,18 @@ def _close(actors: Actors) -> None:
     """Let every actor leave in order: the trainers' group and the store first, then the engines."""
     actors.each("close")
     actors.managed("close")
+
+
+def _abandon(actors: Actors) -> None:
+    """End the engines and the actors without waiting for what they do: a part may hang because another failed."""
+    import ray
+
+    for trainer in actors.trainers:
+        ray.kill(trainer)
+    # If the manager is gone as well, the engines' guards have seen it and end them.
+    with contextlib.suppress(ray.exceptions.RayError):
+        ray.get(actors.manager.stop_engines.options(concurrency_group=_CONTROL).remote(), timeout=_ABANDON_SECONDS)
+    ray.kill(actors.manager)
 
 
 def _report_directory(config: TrainConfig, run_id: str) -> Path:

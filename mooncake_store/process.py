@@ -1,7 +1,5 @@
 """Child processes that end with their parent: started in the background, logged to a file, stopped by pid only."""
 
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -9,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _GUARD = Path(__file__).with_name("process_guard.py")
-_GUARD_GRACE_SECONDS = 5.0
+_GUARD_GRACE_SECONDS = 3.0
 
 
 class ManagedProcess:
@@ -27,7 +25,7 @@ class ManagedProcess:
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
-            self._guard = subprocess.Popen(
+            self._relay = subprocess.Popen(
                 [sys.executable, "-S", "-E", str(_GUARD), *command],
                 stdin=subprocess.PIPE,
                 stdout=output,
@@ -36,14 +34,9 @@ class ManagedProcess:
                 start_new_session=True,
             )
 
-    @property
-    def pid(self) -> int:
-        """Process id of the guard, which is also the id of the command's process group."""
-        return self._guard.pid
-
     def exit_status(self) -> int | None:
         """The command's exit status, 128 + n when signal n ended it; None while it runs."""
-        status = self._guard.poll()
+        status = self._relay.poll()
         return status if status is None or status >= 0 else 128 - status
 
     def log_tail(self, lines: int = 15) -> str:
@@ -54,14 +47,14 @@ class ManagedProcess:
             return f"({self.log} cannot be read: {error.strerror})"
 
     def stop(self) -> None:
-        """End the command and its descendants; idempotent. Returns within about 10 seconds."""
-        if self._guard.stdin is not None and not self._guard.stdin.closed:
-            self._guard.stdin.close()
+        """End the command and its descendants; idempotent. Returns within about 6 seconds."""
+        if self._relay.stdin is not None and not self._relay.stdin.closed:
+            self._relay.stdin.close()
         try:
-            self._guard.wait(_GUARD_GRACE_SECONDS + 3.0)
+            self._relay.wait(_GUARD_GRACE_SECONDS + 3.0)
         except subprocess.TimeoutExpired:
-            os.killpg(self._guard.pid, signal.SIGKILL)
-            self._guard.wait()
+            self._relay.kill()
+            self._relay.wait()
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:

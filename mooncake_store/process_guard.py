@@ -3,7 +3,10 @@
 `python -S -E process_guard.py COMMAND...`, standard library only. The guard holds the read end of a pipe (its
 standard input) whose write end only its parent has: end-of-file means that the parent closed it or died, however it
 died. PR_SET_PDEATHSIG would be less code, but fires when the *thread* that forked ends, and only for one process.
-The guard leads a session of its own, so the command and its descendants form one process group.
+
+The guard is the child of a relay, which only passes the exit status on: Ray kills the direct children of a worker that
+ends, and would take the guard and leave what it guards. The guard leads a session of its own, so the command and its
+descendants form one process group.
 """
 
 import os
@@ -13,7 +16,7 @@ import subprocess
 import sys
 import time
 
-GRACE_SECONDS = 5.0
+GRACE_SECONDS = 3.0
 
 
 def _end_group() -> None:
@@ -46,14 +49,22 @@ def _others_in_group() -> bool:
 
 
 def main(command: list[str]) -> int:
+    guard = os.fork()
+    if guard:
+        return _shell_status(os.waitstatus_to_exitcode(os.waitpid(guard, 0)[1]))
+    os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to the whole group below; the guard must outlast it
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_default_sigterm)
     select.select([0, os.pidfd_open(child.pid)], [], [])
     status = child.poll()
     if status is None or _others_in_group():  # a command's own children must not outlive it either
         _end_group()
-    status = child.wait()
-    return status if status >= 0 else 128 - status
+    return _shell_status(child.wait())
+
+
+def _shell_status(code: int) -> int:
+    """128 + n for a process that signal n ended."""
+    return code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":

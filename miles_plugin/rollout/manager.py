@@ -139,11 +139,15 @@ class RolloutManager:
         """Make `version` the current one; called before the first engine resumes with it."""
         self._versions.announce(version)
 
+    def stop_engines(self) -> None:
+        """End every engine; a request in flight fails. Idempotent, and safe to call beside any other method."""
+        engines, self._engines = self._engines, []
+        for server in engines:
+            server.stop()
+
     def close(self) -> None:
         """Stop the engines and leave the store; idempotent."""
-        for server in self._engines:
-            server.stop()
-        self._engines = []
+        self.stop_engines()
         self._store.close()
 
     def _begin(self, shuffled: bool) -> None:

@@ -62,10 +62,15 @@ def test_stop_ends_the_command_and_its_children(tmp_path: Path, manner: str) -> 
     process.stop()
 
 
-def test_a_killed_parent_leaves_no_orphan(tmp_path: Path) -> None:
+@pytest.mark.parametrize("victims", ["the parent", "the parent and its children, as Ray does"])
+def test_a_killed_parent_leaves_no_orphan(tmp_path: Path, victims: str) -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT, FAMILY, str(tmp_path / "pids"), str(tmp_path / "log")])
     pids = _family(tmp_path / "pids")
+    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+    assert len(children) == 1
     os.kill(parent.pid, signal.SIGKILL)
+    if victims != "the parent":
+        os.kill(int(children[0]), signal.SIGKILL)
     parent.wait()
     assert _wait_for(lambda: not any(map(_alive, pids)))
 
