@@ -33,6 +33,7 @@ def local_cluster(rollout: NodeSpec, trainer: NodeSpec) -> Iterator[None]:
     import ray
     from ray.cluster_utils import Cluster
 
+    logging.getLogger("ray").setLevel(logging.ERROR)
     on_sigterm = signal.getsignal(signal.SIGTERM)
     cluster = Cluster(initialize_head=True, head_node_args=_node_args(ROLLOUT_NODE, rollout))
     try:

@@ -49,7 +49,8 @@ def marked() -> Iterator[dict[str, str]]:
     mark = uuid.uuid4().hex
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MOONCAKE_")}
     yield environment | {MARK: mark}
-    deadline = time.monotonic() + 20
+    # Ray's own agents notice within about a minute that their raylet was killed.
+    deadline = time.monotonic() + 90
     while (left := _processes_with(mark)) and time.monotonic() < deadline:
         time.sleep(0.2)
     for pid in left:
