@@ -1,0 +1,106 @@
+"""What is decided before and around a job: the plan, the engines' command lines, the report."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the extra `train` is not installed")
+pytest.importorskip("ray", reason="the extra `train` is not installed")
+
+from miles_plugin import preflight
+from miles_plugin.arguments import load_config
+from miles_plugin.engines.launch import EngineSpec, command, environment
+from miles_plugin.report.plot import draw
+from miles_plugin.report.record import Arm, Report, ShardRecord, Step
+from mooncake_store.errors import ConfigError
+
+MOONCAKE = ["--object-store-backend", "mooncake"]
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MOONCAKE_MASTER", raising=False)
+
+
+def plan(*argv: str, gpus: int = 0, monkeypatch: pytest.MonkeyPatch) -> preflight.Plan:
+    monkeypatch.setattr(preflight, "_visible_gpus", lambda: list(range(gpus)))
+    return preflight.check(load_config(argv))
+
+
+def test_gpus_are_dealt_to_trainers_then_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = ("--actor-num-gpus-per-node", "4", "--rollout-num-gpus", "4", "--rollout-num-gpus-per-engine", "2")
+    dealt = plan(*layout, gpus=8, monkeypatch=monkeypatch)
+    assert (dealt.trainer_node.gpus, dealt.rollout_node.gpus) == ([0, 1, 2, 3], [4, 5, 6, 7])
+    without = plan("--actor-num-gpus-per-node", "4", "--rollout-num-gpus", "2", monkeypatch=monkeypatch)
+    assert not without.trainer_node.gpus
+    assert without.trainer_node.cpus == 4
+
+
+@pytest.mark.parametrize(
+    ("argv", "gpus", "expected"),
+    [
+        (["--rollout-num-gpus", "2"], 3, "4 GPUs are needed, this machine shows 3"),
+        (["--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2"], 0, "without GPUs an engine has one rank"),
+        (["--rollout-num-gpus", "3", "--rollout-num-gpus-per-engine", "2"], 8, "multiple of"),
+        ([*MOONCAKE, "--mooncake-store-init-kwargs", '{"protocol": "udp"}'], 0, "protocol"),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    argv: list[str], gpus: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        plan(*argv, gpus=gpus, monkeypatch=monkeypatch)
+
+
+def test_the_job_starts_a_master_only_when_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    probed: list[str] = []
+    monkeypatch.setattr(preflight, "probe_master", lambda address, _timeout: probed.append(address))
+    tcp = ["--mooncake-store-init-kwargs", '{"protocol": "tcp"}']
+    assert plan(*MOONCAKE, *tcp, monkeypatch=monkeypatch).own_master
+    assert not plan(monkeypatch=monkeypatch).own_master, "the ray backend needs none"
+    assert probed == []
+    monkeypatch.setenv("MOONCAKE_MASTER", "10.0.0.9:50051")
+    assert not plan(*MOONCAKE, *tcp, monkeypatch=monkeypatch).own_master
+    named = ["--mooncake-store-init-kwargs", '{"protocol": "tcp", "master_server_address": "10.0.0.1:50051"}']
+    assert not plan(*MOONCAKE, *named, monkeypatch=monkeypatch).own_master
+    assert probed == ["10.0.0.9:50051", "10.0.0.1:50051"]
+
+
+def test_a_gpu_engine_is_the_ordinary_server_and_never_meets_the_cpu_recipe() -> None:
+    spec = EngineSpec(Path("/m"), "127.0.0.1", gpus=(4, 5), seed=3, log=Path("log"))
+    line = " ".join(command(spec, 1234))
+    assert "-m sglang.launch_server" in line
+    assert "--tp 2" in line
+    assert "sglang_cpu" not in line
+    assert environment(spec)["CUDA_VISIBLE_DEVICES"] == "4,5"
+    cpu = EngineSpec(Path("/m"), "127.0.0.1", gpus=(), seed=3, log=Path("log"))
+    assert "-m miles_plugin.engines.sglang_cpu.server" in " ".join(command(cpu, 1234))
+
+
+def step(rollout_id: int, accuracy: float | None, got: str = "a") -> Step:
+    numbers: dict[str, Any] = {"loss": 0.1, "clip_fraction": 0.0, "grad_norm": 1.0, "samples": 4, "tokens": 9}
+    return Step(
+        rollout_id=rollout_id, reward=0.5, held_out_accuracy=accuracy, seconds={"generate": 1.0, "train": 2.0},
+        nbytes={"put": 10, "get": 10}, sample_versions=["0"], served_version=rollout_id + 1,
+        shards=[ShardRecord(0, "k", 4, "a", got)], **numbers,
+    )  # fmt: skip
+
+
+def test_the_report_says_rise_and_digests_and_replaces_its_file_whole(tmp_path: Path) -> None:
+    report = Report("r", load_config([]).model_dump(mode="json"), {}, "/checkpoint")
+    path = tmp_path / "report.json"
+    report.write(path)
+    draw(report, tmp_path / "empty.png")
+    report.arms["real"] = Arm("real", 0.4, [step(i, a) for i, a in enumerate([0.5, None, 0.6, 0.7])])
+    report.arms["shuffled"] = Arm("shuffled", 0.4, [step(0, 0.3, got="b")])
+    report.write(path)
+    draw(report, tmp_path / "report.png")
+    summary = json.loads(path.read_text())["summary"]
+    assert summary["real"]["final_accuracy"] == pytest.approx(0.6)
+    assert summary["real"]["rise"] == pytest.approx(0.2)
+    assert summary["real"]["digests_equal"]
+    assert not summary["shuffled"]["digests_equal"]
+    assert [entry.name for entry in tmp_path.iterdir() if entry.suffix == ".partial"] == []
+    assert (tmp_path / "report.png").stat().st_size > (tmp_path / "empty.png").stat().st_size
