@@ -9,6 +9,7 @@ merges key by key.
 import argparse
 import difflib
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
@@ -193,6 +194,7 @@ def load_config(argv: Sequence[str], prog: str = "miles-mooncake train") -> Trai
         section = parser.add_argument_group(*(group.__doc__ or "").split(": ", 1))
         groups.update(dict.fromkeys(group.model_fields, section))
     _check_json_flags(argv)
+    _check_environment(os.environ)
     cli: CliSettingsSource[argparse.ArgumentParser] = CliSettingsSource(
         TrainConfig,
         cli_parse_args=False,
@@ -223,6 +225,13 @@ def _check_json_flags(argv: Sequence[str]) -> None:
             raise ConfigError(f"{flag}: not JSON at character {error.pos}: {error.msg}: {text!r}") from None
         if not isinstance(value, dict):
             raise ConfigError(f"{flag}={text!r}: expected a JSON object, found {type(value).__name__}")
+
+
+def _check_environment(environment: Iterable[str]) -> None:
+    known = [f"{ENV_PREFIX}{name.upper()}" for name in TrainConfig.model_fields]
+    for name in environment:
+        if name.startswith(ENV_PREFIX) and name not in known:
+            raise ConfigError(f"unknown variable {name} in the environment{_nearest(name, known)}")
 
 
 def _add_flag(groups: dict[str, Any], *names: str, **options: Any) -> argparse.Action:

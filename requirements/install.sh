@@ -12,20 +12,30 @@ command -v "$python" >/dev/null || fail "no '$python' on PATH: install Python 3.
 "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' ||
   fail "$("$python" --version) is not supported: name a Python 3.11, 3.12 or 3.13 with PYTHON=..."
 
-# Mooncake's wheel links the RDMA verbs library, whether or not there is an RDMA device.
-if ! ldconfig -p 2>/dev/null | grep -q 'libibverbs\.so\.1'; then
-  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    echo "installing the system package libibverbs1"
-    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq libibverbs1; } >/dev/null ||
-      fail "apt-get could not install libibverbs1"
-  else
-    fail "the system library libibverbs is missing: sudo apt-get install libibverbs1 (Debian, Ubuntu) or sudo dnf install libibverbs (Fedora, RHEL)"
+# require WHAT APT_PACKAGES DNF_PACKAGES CHECK...: a system part, installed by apt when root, else named in one line.
+require() {
+  local what=$1 apt=$2 dnf=$3
+  shift 3
+  if "$@" >/dev/null 2>&1; then return; fi
+  if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+    fail "$what is missing: sudo apt-get install $apt (Debian, Ubuntu) or sudo dnf install $dnf (Fedora, RHEL)"
   fi
-fi
+  echo "installing the system package $apt"
+  # shellcheck disable=SC2086  # several packages
+  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $apt; } >/dev/null ||
+    fail "apt-get could not install $apt"
+}
 
-if [ ! -x "$venv/bin/pip" ]; then
-  "$python" -m venv "$venv" || fail "could not make $venv: on Debian and Ubuntu, sudo apt-get install python3-venv"
-fi
+version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+has_headers='import os, sysconfig; os.stat(os.path.join(sysconfig.get_paths()["include"], "Python.h"))'
+require "Python's venv module" "python$version-venv" "python$version" "$python" -c 'import ensurepip, venv'
+# Mooncake's wheel links the RDMA verbs library, whether or not there is an RDMA device.
+require "the system library libibverbs" libibverbs1 libibverbs "$python" -c 'import ctypes; ctypes.CDLL("libibverbs.so.1")'
+# pycosat, which reasoning-gym imports, comes as C source only.
+require "a C compiler" "gcc libc6-dev" gcc command -v cc
+require "Python's C headers" "python$version-dev" "python$version-devel" "$python" -c "$has_headers"
+
+[ -x "$venv/bin/pip" ] || "$python" -m venv "$venv"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 
 # pip and not another installer, and this exact version: an unpinned torch brings a CUDA build of several GB.

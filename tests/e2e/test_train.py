@@ -33,7 +33,7 @@ SMALL = [
     "--held-out-size",
     "16",
 ]
-MARK = "MILES_MOONCAKE_TEST_MARK"
+MARK = "JOB_OF_TEST"
 
 
 @pytest.fixture(scope="module")

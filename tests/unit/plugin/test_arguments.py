@@ -65,6 +65,7 @@ def test_what_was_resolved_reads_back_the_same(yaml_file: Path, tmp_path: Path) 
         (["--mooncake-store-init-kwargs", '{"protocol": tcp}'], "", {}, ["--mooncake-store-init-kwargs", "13"]),
         (["--task-kwargs", "[1]"], "", {}, ["--task-kwargs", "JSON object", "list"]),
         ([], "", {"TASK_KWARGS": "{"}, ["environment", "task_kwargs"]),
+        ([], "", {"NUM_ROLOUT": "3"}, ["MILES_MOONCAKE_NUM_ROLOUT", "did you mean MILES_MOONCAKE_NUM_ROLLOUT?"]),
         ([], "- 1", {}, ["job.yaml", "mapping", "list"]),
         ([], "a: [", {}, ["job.yaml", "not YAML"]),
         (["--run-id", "../up"], "", {}, ["run_id", "'../up'"]),
