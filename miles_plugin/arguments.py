@@ -10,19 +10,19 @@ import argparse
 import difflib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
     InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
-    SettingsError,
 )
 
 from mooncake_store.config import parse_size
@@ -30,6 +30,7 @@ from mooncake_store.errors import ConfigError
 
 ENV_PREFIX = "MILES_MOONCAKE_"
 
+Directory = Annotated[Path, AfterValidator(Path.expanduser)]
 Bytes = Annotated[int, BeforeValidator(parse_size)]
 # How --help shows the type of a flag's value.
 _METAVARS = {"dict[str,Any]": "JSON", "{Path,null}": "DIR", "Path": "DIR", "{str,null}": "NAME", "str": "NAME",
@@ -61,7 +62,7 @@ class LayoutArguments(BaseModel):
 class PolicyArguments(BaseModel):
     """policy: the model that is trained, and the supervised phase that makes a tiny one ready for RL"""
 
-    hf_checkpoint: Path | None = Field(
+    hf_checkpoint: Directory | None = Field(
         None, description="Hugging Face checkpoint directory; without one a tiny Qwen3 is made and warm-started"
     )
     tiny_hidden_size: int = Field(128, ge=16, description="width of the tiny policy")
@@ -72,7 +73,9 @@ class PolicyArguments(BaseModel):
     warm_start_max_steps: int = Field(4000, ge=1, description="the supervised phase fails after so many steps")
     warm_start_batch_size: int = Field(128, ge=1, description="items per supervised step")
     warm_start_lr: float = Field(2e-3, gt=0, description="peak learning rate of the supervised phase")
-    cache_dir: Path = Field(Path("~/.cache/miles-mooncake"), description="keeps warm-started policies between runs")
+    cache_dir: Directory = Field(
+        Path("~/.cache/miles-mooncake"), description="keeps warm-started policies between runs"
+    )
 
 
 class TaskArguments(BaseModel):
@@ -82,7 +85,7 @@ class TaskArguments(BaseModel):
     task_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="JSON: settings of that dataset, e.g. its difficulty"
     )
-    held_out_size: int = Field(256, ge=1, description="fixed items, never trained on, that measure accuracy")
+    held_out_size: int = Field(256, ge=1, le=16384, description="fixed items, never trained on, that measure accuracy")
     reward_control: Literal["none", "shuffled", "both"] = Field(
         "none",
         description="shuffled: permute rewards across each rollout, so that they carry no information (accuracy must "
@@ -116,7 +119,9 @@ class TrainingArguments(BaseModel):
     clip_grad: float = Field(1.0, gt=0, description="largest global gradient norm")
     eps_clip: float = Field(0.2, gt=0, description="policy ratio clip, lower side")
     eps_clip_high: float = Field(0.28, gt=0, description="policy ratio clip, upper side")
-    seed: int = Field(0, ge=0, description="seeds the items, their order, the model and the engines' sampling")
+    seed: int = Field(
+        0, ge=0, lt=2**31, description="seeds the items, their order, the model and the engines' sampling"
+    )
 
 
 class WeightUpdateArguments(BaseModel):
@@ -138,7 +143,7 @@ class RunArguments(BaseModel):
     run_id: str | None = Field(
         None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="name of the run; default: date and time"
     )
-    report: Path | None = Field(None, description="directory of the report; default: runs/<run id>")
+    report: Directory | None = Field(None, description="directory of the report; default: runs/<run id>")
 
 
 GROUPS: tuple[type[BaseModel], ...] = (
@@ -193,7 +198,7 @@ def load_config(argv: Sequence[str], prog: str = "miles-mooncake train") -> Trai
     for group in GROUPS:
         section = parser.add_argument_group(*(group.__doc__ or "").split(": ", 1))
         groups.update(dict.fromkeys(group.model_fields, section))
-    _check_json_flags(argv)
+    _check_json(argv, os.environ)
     _check_environment(os.environ)
     cli: CliSettingsSource[argparse.ArgumentParser] = CliSettingsSource(
         TrainConfig,
@@ -210,21 +215,22 @@ def load_config(argv: Sequence[str], prog: str = "miles-mooncake train") -> Trai
     return _merge(cli, from_yaml, str(config_path))
 
 
-def _check_json_flags(argv: Sequence[str]) -> None:
+def _check_json(argv: Sequence[str], environment: Mapping[str, str]) -> None:
     """Refuse JSON that does not parse, with the place; the settings library only says that it does not."""
-    mappings = {f"--{name.replace('_', '-')}" for name, field in TrainConfig.model_fields.items()
-                if field.annotation == dict[str, Any]}  # fmt: skip
-    for position, argument in enumerate(argv):
-        flag, equals, text = argument.partition("=")
-        if flag not in mappings:
+    for name, field in TrainConfig.model_fields.items():
+        if field.annotation != dict[str, Any]:
             continue
-        text = text if equals else "".join(argv[position + 1 : position + 2])
-        try:
-            value = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{flag}: not JSON at character {error.pos}: {error.msg}: {text!r}") from None
-        if not isinstance(value, dict):
-            raise ConfigError(f"{flag}={text!r}: expected a JSON object, found {type(value).__name__}")
+        flag, variable = f"--{name.replace('_', '-')}", f"{ENV_PREFIX}{name.upper()}"
+        given = [(flag, value) for option, value in pairwise([*argv, ""]) if option == flag]
+        given += [(flag, option.partition("=")[2]) for option in argv if option.startswith(f"{flag}=")]
+        given += [(variable, environment[variable])] if variable in environment else []
+        for origin, text in given:
+            try:
+                value = json.loads(text)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{origin}: not JSON at character {error.pos}: {error.msg}: {text!r}") from None
+            if not isinstance(value, dict):
+                raise ConfigError(f"{origin}={text!r}: expected a JSON object, found {type(value).__name__}")
 
 
 def _check_environment(environment: Iterable[str]) -> None:
@@ -261,8 +267,6 @@ def _merge(cli: PydanticBaseSettingsSource, from_yaml: dict[str, Any], yaml_name
 
     try:
         resolved = Resolved()
-    except SettingsError as error:
-        raise ConfigError(f"the environment ({ENV_PREFIX}*): {error}") from None
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(item, sources) for item in error.errors())) from None
     return TrainConfig.model_construct(**dict(resolved))
@@ -289,10 +293,13 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"--config {path}: {error.strerror}; give the path of a YAML file, e.g. configs/local.yaml"
         ) from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: not YAML: {error}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path}: expected a mapping of settings, found {type(content).__name__}")
+    for name in content:
+        if not isinstance(name, str):
+            raise ConfigError(f"--config {path}: the key {name!r} is a {type(name).__name__}; settings have names")
     return content

@@ -1,20 +1,12 @@
 """The policy version: the integer that says which weights made a sample.
 
-Engines and samples carry it as a decimal string ("7"); `DEFAULT` is what an engine reports before its first update.
+Engines and samples carry it as a decimal string ("7"); an engine reports "default" before its first update.
 The rollout manager owns the authority, so that a number is never a trainer process's own counter and cannot step
 back when a trainer is replaced. The log outlives the manager; claims across processes come with durable recovery.
 """
 
 import os
 from pathlib import Path
-
-DEFAULT = "default"
-
-
-def oldest(weight_versions: list[str]) -> int | None:
-    """The oldest version among those that made a sample, or None if none was pushed yet."""
-    numbers = [int(version) for version in weight_versions if version != DEFAULT]
-    return min(numbers, default=None)
 
 
 class VersionAuthority:

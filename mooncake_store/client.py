@@ -156,6 +156,11 @@ class MooncakeClient:
             "master_server_addr": config.master_server_address,
         }
         code = _bounded(lambda: int(native.setup(settings)), limits.setup)
+        if code == codes.INVALID_PARAMS and segment_bytes:
+            raise ConfigError(
+                f"global_segment_size = {segment_bytes} bytes: Mooncake could not lend so much memory; allowed: what "
+                f"this host has free",
+            )
         if code is None or code != codes.OK:
             answer = f"no answer in {limits.setup:g} s" if code is None else f"setup answered {code}"
             raise StoreUnavailable(
@@ -209,7 +214,7 @@ class MooncakeClient:
             code = self._call("get_into", key, address, nbytes)
             if code == nbytes:
                 return
-            if code >= 0 or code == -600:  # -600: the object is longer than the buffer
+            if code >= 0 or code == codes.INVALID_PARAMS:  # the object is longer than the buffer
                 raise IntegrityError(f"object {key!r} does not have the {nbytes} bytes its ref says (get: {code})")
             owner_failed |= code == codes.TRANSFER_FAILED
             if owner_failed and (last or code == codes.NOT_FOUND):

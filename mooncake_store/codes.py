@@ -30,6 +30,7 @@ OK = 0
 NO_SPACE = -200
 NOT_FOUND = -704
 TRANSFER_FAILED = -800
+INVALID_PARAMS = -600
 RPC_FAILED = -900
 
 OUTCOMES: dict[int, Outcome] = {
@@ -39,7 +40,7 @@ OUTCOMES: dict[int, Outcome] = {
     -103: Outcome("CLIENT_NOT_FOUND", StoreError),
     NO_SPACE: Outcome("NO_AVAILABLE_HANDLE", StoreFull, retryable=True),
     -400: Outcome("INVALID_KEY", StoreError),
-    -600: Outcome("INVALID_PARAMS", StoreError),
+    INVALID_PARAMS: Outcome("INVALID_PARAMS", StoreError),
     -601: Outcome("ILLEGAL_CLIENT", StoreError),
     -703: Outcome("REPLICA_IS_NOT_READY", StoreUnavailable, retryable=True),
     NOT_FOUND: Outcome("OBJECT_NOT_FOUND", ObjectNotFound),

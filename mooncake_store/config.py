@@ -19,6 +19,7 @@ from mooncake_store.errors import ConfigError
 PROTOCOLS = ("tcp", "rdma")
 MASTER_VARIABLE = "MOONCAKE_MASTER"
 MISTAKEN_MASTER_VARIABLE = "MOONCAKE_MASTER_ADDR"
+_MAX_SEGMENT_BYTES = 1 << 62
 MIN_SEGMENT_BYTES = 16 << 20  # setup answers -600 below it (measured on mooncake 0.3.13.post1)
 INFINIBAND = Path("/sys/class/infiniband")
 
@@ -201,6 +202,8 @@ def _segment(setting: _Setting) -> int:
     size = _bytes(setting)
     if 0 < size < MIN_SEGMENT_BYTES:
         raise setting.complain(f"allowed: 0 (lend nothing), or at least {MIN_SEGMENT_BYTES} bytes")
+    if size > _MAX_SEGMENT_BYTES:
+        raise setting.complain(f"allowed: at most {_MAX_SEGMENT_BYTES} bytes")
     return size
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import operator
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -218,6 +219,8 @@ def decode(
     entries = {entry.name: entry for entry in table.entries}
     if len(entries) != len(table.entries):
         raise IntegrityError("two columns have the same name")
+    if isinstance(fields, str):
+        raise TypeError(f"fields is a sequence of names: [{fields!r}], not {fields!r}")
     names = list(entries) if fields is None else list(fields)
     for name in names:
         if name not in entries:
@@ -311,9 +314,10 @@ def _selection(rows: Rows, num_rows: int) -> _Selection:
     for row in rows:
         if isinstance(row, bool | np.bool_):
             raise TypeError("rows are row numbers, not a mask; pass numpy.flatnonzero(mask)")
-        if not -num_rows <= row < num_rows:
-            raise IndexError(f"row {row} of a batch of {num_rows} rows")
-        numbers.append(int(row) % num_rows)
+        number = operator.index(row)
+        if not -num_rows <= number < num_rows:
+            raise IndexError(f"row {number} of a batch of {num_rows} rows")
+        numbers.append(number % num_rows)
     return _Selection(np.array(numbers, dtype=np.intp), numbers)
 
 

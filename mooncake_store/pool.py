@@ -21,6 +21,7 @@ from mooncake_store.arrays import Bytes
 from mooncake_store.errors import StoreClosed, StoreFull
 
 GRANULE = 2 << 20  # bytes; one huge page, so that nearby sizes share buffers
+_POLL_SECONDS = 0.02
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23  # linux/mman.h; the second needs Linux 5.14
 
 
@@ -102,15 +103,17 @@ class BufferPool:
                 buffer = self._take(nbytes, min(size, self.max_bytes))
             if buffer is not None:
                 return Lease(buffer, nbytes, self._returned.put)
-            try:
-                buffer = self._returned.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
+            left = deadline - time.monotonic()
+            if left <= 0:
                 raise StoreFull(
                     f"no buffer of {nbytes} bytes came back in {self.wait:g} s: {self.lent_bytes} of {self.max_bytes} "
                     f"bytes are held by results or arrays still in use; drop them, or raise local_buffer_size"
-                ) from None
-            with self._lock:
-                self._free.append(buffer)
+                )
+            # In slices: another thread may collect what comes back, take one buffer of it and leave the rest free.
+            with suppress(queue.Empty):
+                buffer = self._returned.get(timeout=min(left, _POLL_SECONDS))
+                with self._lock:
+                    self._free.append(buffer)
 
     @property
     def lent_bytes(self) -> int:

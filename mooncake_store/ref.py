@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from mooncake_store.errors import IntegrityError
@@ -74,16 +75,34 @@ class BatchRef:
             IntegrityError: not a ref, or a ref of another format (both numbers are named).
         """
         try:
-            record = json.loads(text)
-            check_format(record["format"])
-            return cls(**record)
+            check_format(json.loads(text)["format"])
+            record = msgspec.json.decode(text, type=_Record)
         except (ValueError, TypeError, KeyError) as error:
             raise IntegrityError(f"not a BatchRef: {error!r} in {text!r:.200}") from error
+        return cls(**msgspec.structs.asdict(record))
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Record(msgspec.Struct, forbid_unknown_fields=True):
+    """The JSON of a ref, with the type and range of every field."""
+
+    backend: str
+    run_id: str
+    key: str
+    num_rows: _Count
+    nbytes: Annotated[int, msgspec.Meta(gt=0)]
+    digest: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+    weight_version_min: _Count | None
+    weight_version_max: _Count | None
+    rollout_id: int | None
+    format: int
 
 
 def check_format(version: object) -> None:
     """Refuse a ref whose format is not the one this package knows (IntegrityError, naming both)."""
-    if version != FORMAT:
+    if version != FORMAT or isinstance(version, bool):
         raise IntegrityError(f"the BatchRef has format {version}, this package reads format {FORMAT}")
 
 

@@ -17,6 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 from miles_plugin.arguments import PolicyArguments, TrainConfig
 from miles_plugin.rollout.task import Item, Task
 from miles_plugin.training.tiny_policy import build_model, build_tokenizer, save_checkpoint
+from mooncake_store.errors import ConfigError
 
 # Part of the cache key: raise it when the recipe below changes what comes out.
 _RECIPE = 1
@@ -39,27 +40,41 @@ def warm_started_checkpoint(config: TrainConfig, report: Callable[[str], None]) 
     Raises:
         WarmStartError: it did not within `warm_start_max_steps`.
     """
-    cached = config.cache_dir.expanduser() / "warm-start" / _cache_key(config)
-    if (cached / "warm_start.json").exists():
-        report(f"warm start: {json.loads((cached / 'warm_start.json').read_text())}, cached in {cached}")
+    cached = config.cache_dir / "warm-start" / _cache_key(config)
+    if (summary := _cached_summary(cached)) is not None:
+        report(f"warm start: {summary}, cached in {cached}")
         return cached
+    try:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cache_dir={config.cache_dir}: {error}; name a directory that can be written") from error
+    report(f"warm start: supervised until {config.warm_start_accuracy:.0%} of the validation items are right")
     disable_progress_bar()
     model, summary = _train(config, report)
     partial = cached.with_name(f"{cached.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     save_checkpoint(model, build_tokenizer(), partial)
     (partial / "warm_start.json").write_text(json.dumps(summary))
-    try:
-        partial.rename(cached)
-    except OSError:  # another run finished the same one first
+    if _cached_summary(cached) is not None:  # another run finished the same one first
         shutil.rmtree(partial)
-    return cached
+        return cached
+    shutil.rmtree(cached, ignore_errors=True)
+    return partial.rename(cached)
+
+
+def _cached_summary(cached: Path) -> dict[str, float] | None:
+    """What `warm_start.json`, the last file to be written, says; None when there is no complete checkpoint."""
+    try:
+        summary: dict[str, float] = json.loads((cached / "warm_start.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return summary
 
 
 def _cache_key(config: TrainConfig) -> str:
     settings = {name: getattr(config, name) for name in PolicyArguments.model_fields if name != "cache_dir"}
     settings |= {"task": config.task, "task_kwargs": config.task_kwargs, "seed": config.seed, "recipe": _RECIPE}
-    settings["held_out_size"] = config.held_out_size
+    settings |= {"held_out_size": config.held_out_size, "max_new_tokens": config.rollout_max_response_len}
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 

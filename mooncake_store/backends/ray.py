@@ -12,6 +12,7 @@ import numpy.typing as npt
 from mooncake_store.backends import BackendOptions, Payload, Placed
 from mooncake_store.errors import (
     ConfigError,
+    IntegrityError,
     MissingDependency,
     ObjectLost,
     ObjectNotFound,
@@ -74,7 +75,7 @@ class RayCarrier:
     def get(self, ref: BatchRef) -> npt.NDArray[np.uint8]:
         self.check_usable()
         errors = self._ray.exceptions
-        if ref.handle.object_ref is None:
+        if self._handle(ref).object_ref is None:
             raise ObjectNotFound(f"batch {ref.key!r} was removed")
         try:
             data: npt.NDArray[np.uint8] = self._ray.get(ref.handle.object_ref, timeout=self._get_timeout)
@@ -89,7 +90,13 @@ class RayCarrier:
         return data
 
     def remove(self, ref: BatchRef) -> None:
-        ref.handle.drop()
+        self._handle(ref).drop()
+
+    @staticmethod
+    def _handle(ref: BatchRef) -> RayHandle:
+        if not isinstance(ref.handle, RayHandle):
+            raise IntegrityError(f"the ref of {ref.key!r} lost its handle; pass the BatchRef itself through Ray")
+        return ref.handle
 
     def close(self) -> None:
         self._closed = True

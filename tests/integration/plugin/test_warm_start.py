@@ -7,6 +7,7 @@ import pytest
 from miles_plugin.arguments import TrainConfig, load_config
 from miles_plugin.training import warm_start
 from miles_plugin.training.warm_start import WarmStartError, warm_started_checkpoint
+from mooncake_store.errors import ConfigError
 
 pytestmark = pytest.mark.integration
 EASY = [
@@ -40,9 +41,33 @@ def test_it_stops_at_the_accuracy_and_is_cached(tmp_path: Path, monkeypatch: pyt
     assert warm_started_checkpoint(config(tmp_path), said.append) == made
     assert "cached" in said[-1]
     assert warm_started_checkpoint(config(tmp_path, "--lr", "0.5"), said.append) == made, "RL settings do not matter"
-    for different in (["--seed", "1"], ["--warm-start-accuracy", "0.06"], ["--tiny-num-layers", "2"]):
+    for different in (
+        ["--seed", "1"],
+        ["--rollout-max-response-len", "5"],
+        ["--warm-start-accuracy", "0.06"],
+        ["--tiny-num-layers", "2"],
+    ):
         with pytest.raises(AssertionError, match="trained again"):
             warm_started_checkpoint(config(tmp_path, *different), said.append)
+
+
+def test_a_damaged_cache_is_replaced(tmp_path: Path) -> None:
+    made = warm_started_checkpoint(config(tmp_path), lambda _line: None)
+    weights = (made / "model.safetensors").read_bytes()
+    for damage in ("{", None):
+        (made / "model.safetensors").unlink()
+        if damage is None:
+            (made / "warm_start.json").unlink()
+        else:
+            (made / "warm_start.json").write_text(damage)
+        assert warm_started_checkpoint(config(tmp_path), lambda _line: None) == made
+        assert (made / "model.safetensors").read_bytes() == weights, "seeded"
+
+
+def test_a_cache_that_cannot_be_written_is_named_before_any_training(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cache_dir="):
+        warm_started_checkpoint(config(tmp_path / "file"), lambda _line: None)
 
 
 def test_an_accuracy_out_of_reach_is_an_error_and_caches_nothing(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from miles_plugin.rollout.batch import split_groups, to_columns
 from miles_plugin.rollout.reward import assign_group_advantages, shuffle_rewards
 from miles_plugin.rollout.sample import Sample
-from miles_plugin.version import VersionAuthority, oldest
+from miles_plugin.version import VersionAuthority
 from mooncake_store.layout import batch_digest
 
 
@@ -95,10 +95,3 @@ def test_versions_only_go_up_and_survive_their_process(tmp_path: Path) -> None:
         second.announce(0)
     with pytest.raises(ValueError, match="version 3 cannot be announced"):
         second.announce(3)
-
-
-@pytest.mark.parametrize(
-    ("versions", "expected"), [(["default"], None), (["3", "4"], 3), (["default", "0"], 0), (["10", "9"], 9)]
-)
-def test_the_oldest_version_is_a_number(versions: list[str], expected: int | None) -> None:
-    assert oldest(versions) == expected
