@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from miles_plugin.arguments import load_config
+from miles_plugin.job import JobFailed, train
 from mooncake_store.errors import ConfigError, StoreUnavailable
 
 
@@ -28,15 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("miles-mooncake: interrupted; everything this job started has been stopped", file=sys.stderr)
         return 130
-    except Exception as error:
-        logging.getLogger(__name__).debug("traceback", exc_info=True)
+    except JobFailed as error:
         return _fail(error, 1)
 
 
 def _train(argv: Sequence[str]) -> int:
-    from miles_plugin.arguments import load_config
-    from miles_plugin.job import train
-
     train(load_config(argv), say=_say)
     return 0
 
@@ -46,8 +44,7 @@ def _say(line: str) -> None:
 
 
 def _fail(error: Exception, status: int) -> int:
-    cause = getattr(error, "cause", None) or error  # Ray wraps what a part raised
-    print(f"miles-mooncake: {type(cause).__name__}: {cause}", file=sys.stderr)
+    print(f"miles-mooncake: {type(error).__name__}: {error}", file=sys.stderr)
     return status
 
 

@@ -20,6 +20,12 @@ from mooncake_store.master import MasterProcess
 
 ARMS = {"none": ("real",), "shuffled": ("shuffled",), "both": ("real", "shuffled")}
 Say = Callable[[str], None]
+
+
+class JobFailed(RuntimeError):
+    """A part of a running job failed; the message says which, and ends with its last words."""
+
+
 # Calls of this group reach the manager while it generates.
 _CONTROL = "control"
 _ABANDON_SECONDS = 8.0
@@ -61,8 +67,8 @@ def train(config: TrainConfig, say: Say = print) -> Path:
     """Run the job to its end and return the directory of its report.
 
     Raises:
-        ConfigError, StoreUnavailable: found before anything is started.
-        Exception: whatever failed in a part of the job; everything the job started has ended by then.
+        ConfigError, StoreUnavailable: found before anything is started, as far as it can be.
+        JobFailed: a part of the job failed; everything the job started has ended by then.
     """
     plan = check(config)
     started = time.monotonic()
@@ -70,6 +76,7 @@ def train(config: TrainConfig, say: Say = print) -> Path:
     directory = _report_directory(config, run_id)
     (directory / "config.yaml").write_text(config.to_yaml())
     report = Report(run_id, config.model_dump(mode="json"), _machine(), checkpoint="")
+    report.write(directory / "report.json")
     say(f"run {run_id}: report in {directory}")
     try:
         with _parts(config, plan, run_id, directory, say) as (actors, checkpoint):
@@ -81,7 +88,14 @@ def train(config: TrainConfig, say: Say = print) -> Path:
                     say(_line(arm.steps[-1]))
                     report.seconds_total = time.monotonic() - started
                     report.write(directory / "report.json")
+            report.object_store = actors.managed("store_stats")
         report.status = "finished"
+    except Exception as error:
+        cause = getattr(error, "cause", None) or error  # Ray wraps what a part raised
+        report.status = f"stopped: {type(cause).__name__}: {cause}"
+        if isinstance(cause, ConfigError):
+            raise cause from error
+        raise JobFailed(f"{type(cause).__name__}: {cause}") from error
     except BaseException as error:
         report.status = f"stopped: {type(error).__name__}"
         raise
@@ -104,19 +118,22 @@ def _parts(config: TrainConfig, plan: Plan, run_id: str, directory: Path, say: S
     with contextlib.ExitStack() as stack:
         master = None
         if plan.own_master:
-            master = stack.enter_context(MasterProcess(log=directory / "logs" / "mooncake_master.log")).address
-            say(f"mooncake_master at {master}")
+            master = stack.enter_context(MasterProcess(log=directory / "logs" / "mooncake_master.log"))
+            say(f"mooncake_master at {master.address}")
         stack.enter_context(local_cluster(plan.rollout_node, plan.trainer_node))
         say("Ray: a rollout node and a trainer node")
         checkpoint = _checkpoint(config, say)
-        actors = _start_actors(config, plan, master, run_id, directory)
+        say("starting the trainers and SGLang, which takes about half a minute")
+        actors = _start_actors(config, plan, master.address if master else None, run_id, directory)
         try:
             _connect(actors, checkpoint, plan, say)
             yield actors, checkpoint
             _close(actors)
-        except BaseException:
-            _abandon(actors)
+        except Exception:
+            _name_the_dead(actors, master)
             raise
+        finally:
+            _abandon(actors)
 
 
 def _checkpoint(config: TrainConfig, say: Say) -> Path:
@@ -192,21 +209,19 @@ def _step(config: TrainConfig, actors: Actors, rollout_id: int) -> Step:
         ShardRecord(shard.rank, shard.ref.key, shard.ref.num_rows, shard.digest, result["digest"])
         for shard, result in zip(rollout.shards, results, strict=True)
     ]
-    for shard in shards:
-        if shard.put_digest != shard.got_digest:
-            raise IntegrityError(f"{shard.key}: put {shard.put_digest}, rank {shard.rank} got {shard.got_digest}")
+    check_digests(shards)
     seconds = rollout.seconds | {
         phase: max(result["seconds"][phase] for result in results) for phase in ("get", "train")
     }
     nbytes = {"put": rollout.put_bytes, "get": sum(result["get_bytes"] for result in results)}
     version = None
-    if (rollout_id + 1) % config.update_weights_interval == 0:
+    is_last = rollout_id + 1 == config.num_rollout
+    if (rollout_id + 1) % config.update_weights_interval == 0 or is_last:
         update_started = time.perf_counter()
         update = actors.each("update_weights", actors.manager)[0]
         seconds["update"] = time.perf_counter() - update_started
         nbytes["update"] = update["nbytes"]
         version = update["version"]
-    is_last = rollout_id + 1 == config.num_rollout
     evaluated = (rollout_id + 1) % config.eval_interval == 0 or is_last
     return Step(
         rollout_id=rollout_id,
@@ -225,10 +240,27 @@ def _step(config: TrainConfig, actors: Actors, rollout_id: int) -> Step:
     )
 
 
+def check_digests(shards: list[ShardRecord]) -> None:
+    """Raise IntegrityError if a rank got anything but what was put for it."""
+    for shard in shards:
+        if shard.put_digest != shard.got_digest:
+            raise IntegrityError(f"{shard.key}: put {shard.put_digest}, rank {shard.rank} got {shard.got_digest}")
+
+
 def _close(actors: Actors) -> None:
     """Let every actor leave in order: the trainers' group and the store first, then the engines."""
     actors.each("close")
     actors.managed("close")
+
+
+def _name_the_dead(actors: Actors, master: MasterProcess | None) -> None:
+    """If the master or an engine has ended, raise that: what failed after it is only the consequence."""
+    import ray
+
+    if master is not None:
+        master.check()
+    with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+        ray.get(actors.manager.check_engines.options(concurrency_group=_CONTROL).remote(), timeout=_ABANDON_SECONDS)
 
 
 def _abandon(actors: Actors) -> None:
@@ -247,7 +279,10 @@ def _report_directory(config: TrainConfig, run_id: str) -> Path:
     directory = (config.report or Path("runs") / run_id).resolve()
     if (directory / "report.json").exists():
         raise ConfigError(f"report={directory} holds the report of another run; name another directory or remove it")
-    (directory / "logs").mkdir(parents=True, exist_ok=True)
+    try:
+        (directory / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"report={directory}: {error}; name a directory that can be made and written") from error
     return directory
 
 

@@ -6,10 +6,12 @@ from importlib.util import find_spec
 
 from miles_plugin.arguments import TrainConfig
 from miles_plugin.cluster import NodeSpec
+from miles_plugin.object_store import open_rollout_store
 from miles_plugin.rollout.task import Task
+from mooncake_store.client import load_mooncake
 from mooncake_store.config import resolve
 from mooncake_store.errors import ConfigError
-from mooncake_store.master import probe_master
+from mooncake_store.master import find_master, probe_master
 
 PROBE_SECONDS = 3.0
 # Stands for the address of a master that the job will start, while the other settings are checked.
@@ -57,9 +59,26 @@ def _check_store(config: TrainConfig) -> bool:
     kwargs = config.mooncake_store_init_kwargs
     own_master = not kwargs.get("master_server_address") and not os.environ.get("MOONCAKE_MASTER")
     resolved = resolve(kwargs | {"master_server_address": _PENDING_MASTER} if own_master else kwargs, os.environ)
-    if not own_master:
+    if own_master:
+        load_mooncake()
+        find_master()
+        _check_own_segment(config, resolved.global_segment_size)
+    else:
         probe_master(resolved.master_server_address, PROBE_SECONDS)
+        # What accepts a connection may still be no master; joining it shows, and lends it no memory.
+        open_rollout_store(config, None, "preflight", contribute_segment=False).close()
     return own_master
+
+
+def _check_own_segment(config: TrainConfig, segment_bytes: int) -> None:
+    """With a master of its own, the job's only memory is what local rank 0 of the trainers contributes."""
+    if segment_bytes == 0:
+        raise ConfigError("global_segment_size=0: the trainers lend the store all its memory; set e.g. 256mb")
+    if config.mooncake_replica_num > 1:
+        raise ConfigError(
+            f"mooncake_replica_num={config.mooncake_replica_num}: a local job has one segment, so 1 is allowed; for "
+            "more, name a master (master_server_address) that other segments have joined"
+        )
 
 
 def _check_sizes(config: TrainConfig) -> None:

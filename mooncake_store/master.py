@@ -106,6 +106,12 @@ class MasterProcess:
         """End the master; idempotent, bounded to about ten seconds, and touches no other process."""
         self._process.stop()
 
+    def check(self) -> None:
+        """Raise StoreUnavailable, with the log's last lines, if the master has ended."""
+        status = self._process.exit_status()
+        if status is not None:
+            raise StoreUnavailable(f"{EXECUTABLE} ended with status {status}; {self._log_tail()}")
+
     def __enter__(self) -> MasterProcess:
         return self
 
@@ -117,9 +123,7 @@ class MasterProcess:
     def _await_health(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         while not self._healthy():
-            status = self._process.exit_status()
-            if status is not None:
-                raise StoreUnavailable(f"{EXECUTABLE} ended with status {status}; {self._log_tail()}")
+            self.check()
             if time.monotonic() > deadline:
                 raise StoreUnavailable(f"{EXECUTABLE} is not healthy after {timeout:g} s; {self._log_tail()}")
             time.sleep(0.05)

@@ -73,13 +73,14 @@ class Arm:
 
 @dataclass
 class Report:
-    """Everything `report.json` holds."""
+    """Everything `report.json` holds. object_store: the manager's counts of puts, removes and bytes at the end."""
 
     run_id: str
     config: dict[str, Any]
     machine: dict[str, Any]
     checkpoint: str
     arms: dict[str, Arm] = field(default_factory=dict)
+    object_store: dict[str, int] = field(default_factory=dict)
     seconds_total: float = 0.0
     status: str = "running"
 
@@ -91,6 +92,7 @@ class Report:
             "summary": {name: arm.summary() for name, arm in self.arms.items()},
             "machine": self.machine,
             "checkpoint": self.checkpoint,
+            "object_store": self.object_store,
             "seconds_total": self.seconds_total,
             "config": self.config,
             "arms": {name: asdict(arm) for name, arm in self.arms.items()},

@@ -59,7 +59,7 @@ class RolloutManager:
         self._task = Task(config.task, config.task_kwargs, config.held_out_size, config.seed)
         self._engines: list[RunningEngine] = []
         self._awaited: dict[str, tuple[BatchRef, set[int]]] = {}
-        self._begin(shuffled=False)
+        self.begin(shuffled=False)
 
     def start_engines(self, checkpoint: Path, host: str, gpus: Sequence[int]) -> None:
         """Serve `checkpoint` on `host`; raises EngineError when a server does not come up."""
@@ -86,7 +86,9 @@ class RolloutManager:
 
     def begin(self, shuffled: bool) -> None:
         """Start from the first item again; with `shuffled`, permute the rewards of each rollout."""
-        self._begin(shuffled)
+        self._items = self._task.rollout()
+        self._rng = random.Random(self._config.seed)
+        self._shuffled = shuffled
 
     def generate(self, rollout_id: int) -> Rollout:
         """Generate one rollout batch, put a shard of it for each rank, and return the shards' refs."""
@@ -139,6 +141,15 @@ class RolloutManager:
         """Make `version` the current one; called before the first engine resumes with it."""
         self._versions.announce(version)
 
+    def store_stats(self) -> dict[str, int]:
+        """Counts of this process: puts, gets, removes, bytes_put, bytes_got."""
+        return self._store.stats()
+
+    def check_engines(self) -> None:
+        """Raise EngineError, with its log's last lines, for an engine that has ended."""
+        for server in self._engines:
+            server.check()
+
     def stop_engines(self) -> None:
         """End every engine; a request in flight fails. Idempotent, and safe to call beside any other method."""
         engines, self._engines = self._engines, []
@@ -149,11 +160,6 @@ class RolloutManager:
         """Stop the engines and leave the store; idempotent."""
         self.stop_engines()
         self._store.close()
-
-    def _begin(self, shuffled: bool) -> None:
-        self._items = self._task.rollout()
-        self._rng = random.Random(self._config.seed)
-        self._shuffled = shuffled
 
     def _sample(self, items: Sequence[Item], first_index: int, temperature: float) -> list[Sample]:
         prompts = [self._tokenizer.encode(item.question, add_special_tokens=False) for item in items]

@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -34,6 +36,12 @@ SMALL = [
     "16",
 ]
 MARK = "JOB_OF_TEST"
+# What a part's process is called, and what the job must say when it dies.
+DYING = {
+    "a trainer rank dies": ("ray::TrainerActor", "TrainerActor"),
+    "the master dies": (r"\S+/mooncake_master --", "mooncake_master ended with status 137"),
+    "SGLang dies": ("sglang::scheduler", r"SGLang at http://127\.0\.0\.1:\d+ ended with status"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +99,9 @@ def test_a_short_job_ends_with_a_complete_report(
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert report["status"] == "finished"
     assert list(report["arms"]) == (["real", "shuffled"] if backend == "mooncake" else ["real"])
+    shards = 2 * len(_steps(report))
+    assert report["object_store"]["puts"] == report["object_store"]["removes"] == shards, "acknowledged means removed"
+    assert report["object_store"]["bytes_put"] == sum(step["nbytes"]["put"] for step in _steps(report))
     version = 0
     for arm in report["arms"].values():
         # Version `version` is the checkpoint, served before the arm's first rollout; each step serves the next.
@@ -125,6 +136,19 @@ def test_a_master_that_does_not_answer_ends_the_job_at_once(tmp_path: Path, mark
     assert not list(tmp_path.iterdir()), "nothing is left behind by a job that did not start"
 
 
+def test_a_listener_that_is_no_master_is_found_before_anything_starts(tmp_path: Path, marked: dict[str, str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        kwargs = json.dumps({"protocol": "tcp", "master_server_address": f"127.0.0.1:{listener.getsockname()[1]}"})
+        done = subprocess.run(
+            [*COMMAND, "--object-store-backend", "mooncake", "--mooncake-store-init-kwargs", kwargs],
+            env=marked, capture_output=True, text=True, timeout=60, cwd=tmp_path,
+        )  # fmt: skip
+    assert done.returncode == 2
+    assert "does not serve as a Mooncake master" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -132,6 +156,7 @@ def test_a_master_that_does_not_answer_ends_the_job_at_once(tmp_path: Path, mark
         (["--rollout-batch-size", "7"], "rollout_batch_size=7"),
         (["--hf-checkpoint", "/nowhere"], "hf_checkpoint=/nowhere"),
         (["--task", "spell_backwards"], "spell_backward"),
+        (["--report", "/dev/null/x"], "report=/dev/null/x"),
         (["--object-store-backend", "mooncake", "--mooncake-store-init-kwargs", '{"protocl": "tcp"}'], "protocol"),
     ],
 )
@@ -145,7 +170,7 @@ def test_a_wrong_setting_is_one_readable_line(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("how", ["ctrl-c", "terminated", "killed", "a trainer rank dies"])
+@pytest.mark.parametrize("how", ["ctrl-c", "terminated", "killed", *DYING])
 def test_a_job_that_is_stopped_leaves_a_report_and_no_process(
     how: str, checkpoint: Path, tmp_path: Path, marked: dict[str, str]
 ) -> None:
@@ -158,17 +183,16 @@ def test_a_job_that_is_stopped_leaves_a_report_and_no_process(
         assert job.poll() is None, (tmp_path / "output").read_text()
         assert time.monotonic() < deadline
         time.sleep(0.5)
-    if how == "a trainer rank dies":
-        ranks = [pid for pid, name in _processes_with(marked[MARK]).items() if name.startswith("ray::TrainerActor")]
-        assert len(ranks) == 2
-        os.kill(ranks[1], signal.SIGKILL)
+    if how in DYING:
+        parts = [pid for pid, name in _processes_with(marked[MARK]).items() if re.match(DYING[how][0], name)]
+        os.kill(parts[-1], signal.SIGKILL)
     else:
         job.send_signal({"ctrl-c": signal.SIGINT, "terminated": signal.SIGTERM, "killed": signal.SIGKILL}[how])
     status = job.wait(timeout=60)
     last_words = (tmp_path / "output").read_text()
-    if how == "a trainer rank dies":
+    if how in DYING:
         assert status == 1
-        assert "TrainerActor" in last_words
+        assert re.search(DYING[how][1], last_words), last_words
     elif how == "killed":
         assert status == -signal.SIGKILL
     else:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -12,9 +13,10 @@ pytest.importorskip("ray", reason="the extra `train` is not installed")
 from miles_plugin import preflight
 from miles_plugin.arguments import load_config
 from miles_plugin.engines.launch import EngineSpec, command, environment
+from miles_plugin.job import check_digests
 from miles_plugin.report.plot import draw
 from miles_plugin.report.record import Arm, Report, ShardRecord, Step
-from mooncake_store.errors import ConfigError
+from mooncake_store.errors import ConfigError, IntegrityError
 
 MOONCAKE = ["--object-store-backend", "mooncake"]
 
@@ -54,9 +56,26 @@ def test_what_cannot_work_is_refused(
         plan(*argv, gpus=gpus, monkeypatch=monkeypatch)
 
 
+def test_a_local_job_needs_one_segment_that_is_not_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    tcp = ["--mooncake-store-init-kwargs", '{"protocol": "tcp"}']
+    with pytest.raises(ConfigError, match="mooncake_replica_num=2"):
+        plan(*MOONCAKE, *tcp, "--mooncake-replica-num", "2", monkeypatch=monkeypatch)
+    empty = ["--mooncake-store-init-kwargs", '{"protocol": "tcp", "global_segment_size": 0}']
+    with pytest.raises(ConfigError, match="global_segment_size=0"):
+        plan(*MOONCAKE, *empty, monkeypatch=monkeypatch)
+
+
+def test_a_shard_that_arrives_changed_stops_the_job() -> None:
+    check_digests([ShardRecord(0, "k", 4, "a", "a")])
+    with pytest.raises(IntegrityError, match="put a, rank 1 got b"):
+        check_digests([ShardRecord(0, "k", 4, "a", "a"), ShardRecord(1, "l", 4, "a", "b")])
+
+
 def test_the_job_starts_a_master_only_when_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     probed: list[str] = []
     monkeypatch.setattr(preflight, "probe_master", lambda address, _timeout: probed.append(address))
+    joined = MagicMock()
+    monkeypatch.setattr(preflight, "open_rollout_store", joined)
     tcp = ["--mooncake-store-init-kwargs", '{"protocol": "tcp"}']
     assert plan(*MOONCAKE, *tcp, monkeypatch=monkeypatch).own_master
     assert not plan(monkeypatch=monkeypatch).own_master, "the ray backend needs none"
@@ -66,6 +85,7 @@ def test_the_job_starts_a_master_only_when_none_is_named(monkeypatch: pytest.Mon
     named = ["--mooncake-store-init-kwargs", '{"protocol": "tcp", "master_server_address": "10.0.0.1:50051"}']
     assert not plan(*MOONCAKE, *named, monkeypatch=monkeypatch).own_master
     assert probed == ["10.0.0.9:50051", "10.0.0.1:50051"]
+    assert joined.call_count == joined.return_value.close.call_count == 2
 
 
 def test_a_gpu_engine_is_the_ordinary_server_and_never_meets_the_cpu_recipe() -> None:

@@ -563,3 +563,12 @@ def test_every_column_of_the_same_batch_has_one_digest_whatever_carried_it() -> 
         )
     }
     assert len(digests) == 1
+
+
+@pytest.mark.parametrize("selection", [{"rows": [1.5]}, {"rows": ["1"]}, {"fields": "tokens"}])
+def test_a_selection_of_the_wrong_type_is_refused(selection: dict[str, Any]) -> None:
+    encoded = encode({"tokens": [[1], [2, 3]]})
+    stored = np.zeros(encoded.nbytes, dtype=np.uint8)
+    encoded.write_into(stored)
+    with pytest.raises(TypeError):
+        decode(stored, **selection)

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -62,6 +63,21 @@ def test_waiting_ends_when_a_buffer_comes_back() -> None:
     lease = pool.acquire(10)
     threading.Timer(0.1, lease.release).start()
     assert pool.acquire(10).nbytes == 10
+
+
+def test_a_waiter_takes_what_another_thread_collected_and_left() -> None:
+    pool = BufferPool(2 * GRANULE, wait=20)
+    first, second = pool.acquire(GRANULE), pool.acquire(GRANULE)
+    got: list[int] = []
+    waiter = threading.Thread(target=lambda: got.append(pool.acquire(GRANULE).nbytes))
+    waiter.start()
+    time.sleep(0.1)  # let it begin to wait; without that the test proves less, but does not fail
+    with pool._lock:  # both come back while the waiter cannot look, and the other thread collects both
+        first.release()
+        second.release()
+        pool._collect()
+    waiter.join(10)
+    assert got == [GRANULE]
 
 
 def test_small_free_buffers_make_room_for_a_large_one() -> None:

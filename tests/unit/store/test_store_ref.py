@@ -37,6 +37,19 @@ def test_malformed_json_is_refused(text: str) -> None:
         BatchRef.from_json(text)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"nbytes": "abc"}, {"nbytes": -5}, {"nbytes": 0}, {"nbytes": 640.5}, {"key": 5}, {"digest": None},
+        {"digest": "ab"}, {"num_rows": -1}, {"format": True}, {"handle": "x"}, {"rollout_id": "1"},
+        {"weight_version_min": -1},
+    ],
+)  # fmt: skip
+def test_a_field_of_the_wrong_type_or_range_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(IntegrityError):
+        BatchRef.from_json(json.dumps({**json.loads(REF.to_json()), **wrong}))
+
+
 def test_a_ref_with_a_live_handle_has_no_json() -> None:
     ref = BatchRef("ray", "run1", "k", 1, 64, "00" * 16, handle=object())
     with pytest.raises(TypeError, match="through Ray"):
