@@ -77,8 +77,19 @@ def _processes_with(mark: str) -> dict[int, str]:
     return found
 
 
-def _run(arguments: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *arguments], env=environment, capture_output=True, text=True, timeout=280)
+def _run(
+    arguments: list[str], environment: dict[str, str], cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], env=environment, capture_output=True, text=True, timeout=280, cwd=cwd)
+
+
+def _refused_before_anything_starts(arguments: list[str], cwd: Path, environment: dict[str, str]) -> str:
+    """Run a job that must not start, in the empty directory `cwd`; return its message."""
+    done = _run(arguments, environment, cwd)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert not list(cwd.iterdir()), "a job that did not start leaves nothing behind"
+    return done.stderr
 
 
 def _steps(report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -125,28 +136,18 @@ def test_a_short_job_ends_with_a_complete_report(
 
 def test_a_master_that_does_not_answer_ends_the_job_at_once(tmp_path: Path, marked: dict[str, str]) -> None:
     kwargs = '{"protocol":"tcp","master_server_address":"127.0.0.1:1"}'
-    done = subprocess.run(
-        [*COMMAND, "--object-store-backend", "mooncake", "--mooncake-store-init-kwargs", kwargs],
-        env=marked, capture_output=True, text=True, timeout=60, cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "127.0.0.1:1" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert not list(tmp_path.iterdir()), "nothing is left behind by a job that did not start"
+    arguments = ["--object-store-backend", "mooncake", "--mooncake-store-init-kwargs", kwargs]
+    message = _refused_before_anything_starts(arguments, tmp_path, marked)
+    assert "127.0.0.1:1" in message
+    assert len(message.strip().splitlines()) == 1
 
 
 def test_a_listener_that_is_no_master_is_found_before_anything_starts(tmp_path: Path, marked: dict[str, str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         kwargs = json.dumps({"protocol": "tcp", "master_server_address": f"127.0.0.1:{listener.getsockname()[1]}"})
-        done = subprocess.run(
-            [*COMMAND, "--object-store-backend", "mooncake", "--mooncake-store-init-kwargs", kwargs],
-            env=marked, capture_output=True, text=True, timeout=60, cwd=tmp_path,
-        )  # fmt: skip
-    assert done.returncode == 2
-    assert "does not serve as a Mooncake master" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not list(tmp_path.iterdir())
+        arguments = ["--object-store-backend", "mooncake", "--mooncake-store-init-kwargs", kwargs]
+        message = _refused_before_anything_starts(arguments, tmp_path, marked)
+    assert "does not serve as a Mooncake master" in message
 
 
 @pytest.mark.parametrize(
@@ -163,11 +164,9 @@ def test_a_listener_that_is_no_master_is_found_before_anything_starts(tmp_path: 
 def test_a_wrong_setting_is_one_readable_line(
     arguments: list[str], expected: str, tmp_path: Path, marked: dict[str, str]
 ) -> None:
-    done = subprocess.run([*COMMAND, *arguments], env=marked, capture_output=True, text=True, timeout=60, cwd=tmp_path)
-    assert done.returncode == 2
-    assert expected in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not list(tmp_path.iterdir())
+    message = _refused_before_anything_starts(arguments, tmp_path, marked)
+    assert expected in message
+    assert len(message.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize("how", ["ctrl-c", "terminated", "killed", *DYING])
