@@ -22,6 +22,8 @@ CPU_FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--disable-cuda-graph", "--disable-overlap-schedule", "--grammar-backend", "none"),
     *("--mem-fraction-static", "0.1", "--skip-server-warmup"),
+    # An idle scheduler polls without pause otherwise, and takes a whole core from the trainers.
+    "--sleep-on-idle",
 )
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A tiny checkpoint and a real SGLang engine that serves it, shared by the tests of a session."""
+"""A tiny checkpoint and a real SGLang engine that serves it, shared by the tests of a module or session."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), seed=0)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
     log = tmp_path_factory.mktemp("sglang") / "sglang.log"
     (running,) = start_engines([EngineSpec(checkpoint, "127.0.0.1", gpus=(), seed=0, log=log)])
