@@ -26,7 +26,7 @@ lint: $(INSTALLED)
 	@$(VENV)/bin/mypy
 
 test: $(INSTALLED) lint
-	@$(VENV)/bin/python -m pytest
+	@PYTHONWARNINGS="ignore:builtin type:DeprecationWarning" $(VENV)/bin/python -m pytest
 
 clean:
 	rm -rf $(VENV) runs

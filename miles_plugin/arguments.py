@@ -1,6 +1,6 @@
 """Every setting of the main job: one class per group of flags, merged flag > environment > YAML > default.
 
-The names, and the defaults where they exist there, are miles's (radixark/miles, August 2026). A setting
+The names are miles's (radixark/miles, August 2026) wherever miles has the setting. A setting
 `rollout_batch_size` is `--rollout-batch-size` as a flag, `MILES_MOONCAKE_ROLLOUT_BATCH_SIZE` in the environment and
 `rollout_batch_size:` in YAML. A setting that holds a mapping is JSON on the command line and in the environment, and
 merges key by key.

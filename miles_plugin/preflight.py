@@ -11,9 +11,8 @@ from miles_plugin.rollout.task import Task
 from mooncake_store.client import load_mooncake
 from mooncake_store.config import resolve
 from mooncake_store.errors import ConfigError
-from mooncake_store.master import find_master, probe_master
+from mooncake_store.master import find_master
 
-PROBE_SECONDS = 3.0
 # Stands for the address of a master that the job will start, while the other settings are checked.
 _PENDING_MASTER = "127.0.0.1:1"
 
@@ -53,19 +52,18 @@ def check(config: TrainConfig) -> Plan:
 
 
 def _check_store(config: TrainConfig) -> bool:
-    """Whether the job must start a master of its own; a given one is probed."""
+    """Whether the job must start a master of its own; a given one is joined and left again."""
     if config.object_store_backend != "mooncake":
         return False
     kwargs = config.mooncake_store_init_kwargs
     own_master = not kwargs.get("master_server_address") and not os.environ.get("MOONCAKE_MASTER")
-    resolved = resolve(kwargs | {"master_server_address": _PENDING_MASTER} if own_master else kwargs, os.environ)
     if own_master:
+        resolved = resolve({**kwargs, "master_server_address": _PENDING_MASTER}, os.environ)
+        _check_own_segment(config, resolved.global_segment_size)
         load_mooncake()
         find_master()
-        _check_own_segment(config, resolved.global_segment_size)
     else:
-        probe_master(resolved.master_server_address, PROBE_SECONDS)
-        # What accepts a connection may still be no master; joining it shows, and lends it no memory.
+        # What accepts a connection may still be no master; joining shows it, and lends no memory.
         open_rollout_store(config, None, "preflight", contribute_segment=False).close()
     return own_master
 
