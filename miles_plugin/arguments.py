@@ -1,4 +1,4 @@
-"""Every setting of the main job: one class per group of flags, merged flag > environment > YAML > default.
+"""Every setting of the main job: one class per group of flags, see `arguments_sources.py` for their sources.
 
 The names are miles's (radixark/miles, August 2026) wherever miles has the setting. A setting
 `rollout_batch_size` is `--rollout-batch-size` as a flag, `MILES_MOONCAKE_ROLLOUT_BATCH_SIZE` in the environment and
@@ -6,35 +6,19 @@ The names are miles's (radixark/miles, August 2026) wherever miles has the setti
 merges key by key.
 """
 
-import argparse
-import difflib
-import json
-import os
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError
-from pydantic_settings import (
-    BaseSettings,
-    CliSettingsSource,
-    InitSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from mooncake_store.config import parse_size
-from mooncake_store.errors import ConfigError
 
 ENV_PREFIX = "MILES_MOONCAKE_"
 
-Directory = Annotated[Path, AfterValidator(Path.expanduser)]
+Location = Annotated[Path, AfterValidator(Path.expanduser)]
 Bytes = Annotated[int, BeforeValidator(parse_size)]
-# How --help shows the type of a flag's value.
-_METAVARS = {"dict[str,Any]": "JSON", "{Path,null}": "DIR", "Path": "DIR", "{str,null}": "NAME", "str": "NAME",
-             "int": "N", "float": "X"}  # fmt: skip
 
 
 class ObjectStoreArguments(BaseModel):
@@ -54,27 +38,66 @@ class ObjectStoreArguments(BaseModel):
 class LayoutArguments(BaseModel):
     """layout: processes; without GPUs these count CPU ranks and CPU engines"""
 
-    actor_num_gpus_per_node: int = Field(2, ge=1, description="trainer ranks (FSDP data parallel)")
+    actor_num_nodes: int = Field(1, ge=1, description="trainer nodes; on one machine each is a Ray node of its own")
+    actor_num_gpus_per_node: int = Field(2, ge=1, description="trainer ranks (FSDP data parallel) of one node")
     rollout_num_gpus: int = Field(1, ge=1, description="GPUs of all rollout engines together")
     rollout_num_gpus_per_engine: int = Field(1, ge=1, description="tensor-parallel size of one engine")
+    colocate: bool = Field(False, description="trainers and engines on the same GPUs: not supported, and refused")
+
+    @property
+    def world_size(self) -> int:
+        """Trainer ranks of all nodes together."""
+        return self.actor_num_nodes * self.actor_num_gpus_per_node
 
 
 class PolicyArguments(BaseModel):
     """policy: the model that is trained, and the supervised phase that makes a tiny one ready for RL"""
 
-    hf_checkpoint: Directory | None = Field(
+    hf_checkpoint: Location | None = Field(
         None, description="Hugging Face checkpoint directory; without one a tiny Qwen3 is made and warm-started"
     )
     tiny_hidden_size: int = Field(128, ge=16, description="width of the tiny policy")
     tiny_num_layers: int = Field(3, ge=1, description="layers of the tiny policy")
+    tiny_num_experts: int = Field(
+        0, ge=0, description="experts per layer of the tiny policy (Qwen3-MoE, two per token); 0: a dense Qwen3"
+    )
     warm_start_accuracy: float = Field(
         0.4, gt=0, lt=1, description="the supervised phase stops at this greedy accuracy on its own validation items"
     )
     warm_start_max_steps: int = Field(4000, ge=1, description="the supervised phase fails after so many steps")
     warm_start_batch_size: int = Field(128, ge=1, description="items per supervised step")
     warm_start_lr: float = Field(2e-3, gt=0, description="peak learning rate of the supervised phase")
-    cache_dir: Directory = Field(
-        Path("~/.cache/miles-mooncake"), description="keeps warm-started policies between runs"
+    cache_dir: Location = Field(Path("~/.cache/miles-mooncake"), description="keeps warm-started policies between runs")
+
+
+class DataArguments(BaseModel):
+    """data: prompts from files; without --prompt-data they come from --task"""
+
+    prompt_data: Location | None = Field(
+        None,
+        description="training prompts: JSONL or parquet, one item per line or row; a directory means all its files",
+    )
+    input_key: str = Field("input", description="column with the prompt: text, or a list of chat messages")
+    label_key: str | None = Field(None, description="column with the reference answer, given to the reward function")
+    metadata_key: str = Field("metadata", description="column with a mapping that travels with each sample")
+    apply_chat_template: bool = Field(False, description="turn messages into text with the tokenizer's chat template")
+    apply_chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="JSON: arguments of the chat template, e.g. enable_thinking"
+    )
+    rollout_shuffle: bool = Field(False, description="a new seeded order of the prompts in every epoch")
+    eval_prompt_data: Location | None = Field(
+        None, description="held-out prompts; without it the first --held-out-size items are kept out of training"
+    )
+
+
+class RewardArguments(BaseModel):
+    """reward: what a response is worth; without either, the task's own verifier"""
+
+    rm_type: Literal["math"] | None = Field(
+        None, description="math: 1 when the final answer (\\boxed{} or the last number) equals the label"
+    )
+    custom_rm_path: str | None = Field(
+        None, description="your reward function as package.module.function: (args, sample) -> float, may be async"
     )
 
 
@@ -101,6 +124,14 @@ class RolloutArguments(BaseModel):
     n_samples_per_prompt: int = Field(8, ge=2, description="samples per prompt: one GRPO group")
     rollout_temperature: float = Field(1.0, gt=0, description="sampling temperature")
     rollout_max_response_len: int = Field(16, ge=1, description="tokens per response at most")
+    custom_generate_function_path: str | None = Field(
+        None,
+        description="your generation of one sample as package.module.function: async (args, sample, sampling_params) "
+        "-> sample; for several turns, tools, ...",
+    )
+    return_routed_experts: bool = Field(
+        False, description="column rollout_routed_experts: the experts that the engine routed each token to (MoE)"
+    )
     eval_interval: int = Field(1, ge=1, description="held-out accuracy is measured every so many rollouts")
 
 
@@ -137,24 +168,56 @@ class WeightUpdateArguments(BaseModel):
     )
 
 
+class CheckpointArguments(BaseModel):
+    """checkpoint: save the trainer's state, and go on from it"""
+
+    save: Location | None = Field(None, description="directory that gets checkpoints; without one nothing is saved")
+    save_interval: int = Field(10, ge=1, description="rollouts between checkpoints; the last rollout is always saved")
+    load: Location | None = Field(
+        None,
+        description="directory of checkpoints to resume from, the newest one; when it is also --save and still empty, "
+        "the job starts from the beginning",
+    )
+
+
+class TrackingArguments(BaseModel):
+    """tracking: what the job shows and records while it runs, beside its report"""
+
+    log_format: Literal["text", "json"] = Field(
+        "text", description="text: live progress on a terminal, plain lines elsewhere; json: one object per line"
+    )
+    use_tensorboard: bool = Field(False, description="metrics for TensorBoard (needs the extra `tensorboard`)")
+    tb_project_name: Location | None = Field(
+        None, description="directory of TensorBoard's logs; default: tensorboard/ in the report"
+    )
+    use_wandb: bool = Field(False, description="metrics for Weights & Biases (needs the extra `wandb`)")
+    wandb_mode: Literal["online", "offline", "disabled"] = Field(
+        "offline", description="offline sends nothing; `wandb sync` does that later (miles: online)"
+    )
+    wandb_project: str | None = Field(None, description="W&B project")
+    wandb_group: str | None = Field(None, description="W&B group")
+    wandb_dir: Location | None = Field(None, description="directory of W&B's files; default: the report's")
+
+
 class RunArguments(BaseModel):
     """run: identity and output"""
 
     run_id: str | None = Field(
         None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="name of the run; default: date and time"
     )
-    report: Directory | None = Field(None, description="directory of the report; default: runs/<run id>")
+    report: Location | None = Field(None, description="directory of the report; default: runs/<run id>")
+    dry_run: bool = Field(False, description="check everything, print what would be started, and stop")
 
 
 GROUPS: tuple[type[BaseModel], ...] = (
-    ObjectStoreArguments, LayoutArguments, PolicyArguments, TaskArguments, RolloutArguments, TrainingArguments,
-    WeightUpdateArguments, RunArguments,
+    ObjectStoreArguments, LayoutArguments, PolicyArguments, DataArguments, TaskArguments, RewardArguments,
+    RolloutArguments, TrainingArguments, WeightUpdateArguments, CheckpointArguments, TrackingArguments, RunArguments,
 )  # fmt: skip
 
 
 class TrainConfig(
-    BaseSettings, ObjectStoreArguments, LayoutArguments, PolicyArguments, TaskArguments, RolloutArguments,
-    TrainingArguments, WeightUpdateArguments, RunArguments,
+    BaseSettings, ObjectStoreArguments, LayoutArguments, PolicyArguments, DataArguments, TaskArguments, RewardArguments,
+    RolloutArguments, TrainingArguments, WeightUpdateArguments, CheckpointArguments, TrackingArguments, RunArguments,
 ):  # fmt: skip
     """The resolved settings of one job, flat like miles's own `args`."""
 
@@ -165,141 +228,3 @@ class TrainConfig(
     def to_yaml(self) -> str:
         """YAML that `--config` reads back to the same settings."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
-
-
-class _Parser(argparse.ArgumentParser):
-    """Raises ConfigError instead of exiting, and names the nearest flag."""
-
-    def error(self, message: str) -> NoReturn:
-        if message.startswith("unrecognized arguments: "):
-            unknown = message.removeprefix("unrecognized arguments: ").split()[0].partition("=")[0]
-            flags = [flag for action in self._actions for flag in action.option_strings]
-            message = f"unknown flag {unknown}{_nearest(unknown, flags)}; see {self.prog} --help"
-        raise ConfigError(message)
-
-
-def load_config(argv: Sequence[str], prog: str = "miles-mooncake train") -> TrainConfig:
-    """Resolve the settings of a job from `argv` (flags, `--config FILE`), the environment and the defaults.
-
-    Raises:
-        ConfigError: an unknown key or flag (with the nearest known one), or a value of the wrong type or out of
-            range; the message names the setting, the value and where it came from.
-    """
-    parser = _Parser(
-        prog=prog,
-        usage=f"{prog} [--config FILE] [--SETTING VALUE ...]",
-        description="Run the main job: rollout, training and weight updates, until --num-rollout rollouts are done.",
-        epilog=f"Every setting can also stand in FILE, under the same name with underscores, or in the environment as "
-        f"{ENV_PREFIX}<NAME>. A flag wins over the environment, that over FILE, that over the default.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file of settings, named like the flags")
-    groups = {}
-    for group in GROUPS:
-        section = parser.add_argument_group(*(group.__doc__ or "").split(": ", 1))
-        groups.update(dict.fromkeys(group.model_fields, section))
-    _check_json(argv, os.environ)
-    _check_environment(os.environ)
-    cli: CliSettingsSource[argparse.ArgumentParser] = CliSettingsSource(
-        TrainConfig,
-        cli_parse_args=False,
-        root_parser=parser,
-        add_argument_method=lambda _parser, *names, **options: _add_flag(groups, *names, **options),
-        parse_args_method=lambda root, args: root.parse_args(args),
-    )
-    parsed = parser.parse_args(list(argv))
-    config_path: Path | None = parsed.config
-    from_yaml = _read_yaml(config_path) if config_path else {}
-    del parsed.config
-    cli(parsed_args=parsed)
-    return _merge(cli, from_yaml, str(config_path))
-
-
-def _check_json(argv: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Refuse JSON that does not parse, with the place; the settings library only says that it does not."""
-    for name, field in TrainConfig.model_fields.items():
-        if field.annotation != dict[str, Any]:
-            continue
-        flag, variable = f"--{name.replace('_', '-')}", f"{ENV_PREFIX}{name.upper()}"
-        given = [(flag, value) for option, value in pairwise([*argv, ""]) if option == flag]
-        given += [(flag, option.partition("=")[2]) for option in argv if option.startswith(f"{flag}=")]
-        given += [(variable, environment[variable])] if variable in environment else []
-        for origin, text in given:
-            try:
-                value = json.loads(text)
-            except json.JSONDecodeError as error:
-                raise ConfigError(f"{origin}: not JSON at character {error.pos}: {error.msg}: {text!r}") from None
-            if not isinstance(value, dict):
-                raise ConfigError(f"{origin}={text!r}: expected a JSON object, found {type(value).__name__}")
-
-
-def _check_environment(environment: Iterable[str]) -> None:
-    known = [f"{ENV_PREFIX}{name.upper()}" for name in TrainConfig.model_fields]
-    for name in environment:
-        if name.startswith(ENV_PREFIX) and name not in known:
-            raise ConfigError(f"unknown variable {name} in the environment{_nearest(name, known)}")
-
-
-def _add_flag(groups: dict[str, Any], *names: str, **options: Any) -> argparse.Action:
-    dest = names[-1].removeprefix("--").replace("-", "_").removeprefix("no_")
-    options["help"] = options["help"].replace("default factory: dict", "default: {}")
-    options["metavar"] = _METAVARS.get(options.get("metavar", ""), options.get("metavar"))
-    action: argparse.Action = groups[dest].add_argument(*names, **options)
-    return action
-
-
-def _merge(cli: PydanticBaseSettingsSource, from_yaml: dict[str, Any], yaml_name: str) -> TrainConfig:
-    sources: dict[str, PydanticBaseSettingsSource] = {}
-
-    class Resolved(TrainConfig):
-        @classmethod
-        def settings_customise_sources(
-            cls,
-            settings_cls: type[BaseSettings],
-            init_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-            env_settings: PydanticBaseSettingsSource,
-            dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-            file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            yaml_settings = InitSettingsSource(settings_cls, from_yaml)
-            sources.update({"the command line": cli, "the environment": env_settings, yaml_name: yaml_settings})
-            return tuple(sources.values())
-
-    try:
-        resolved = Resolved()
-    except ValidationError as error:
-        raise ConfigError("\n".join(_explain(item, sources) for item in error.errors())) from None
-    return TrainConfig.model_construct(**dict(resolved))
-
-
-def _explain(error: Any, sources: dict[str, PydanticBaseSettingsSource]) -> str:
-    name = str(error["loc"][0])
-    origin = next((label for label, source in sources.items() if name in source()), "the defaults")
-    if error["type"] == "extra_forbidden":
-        return f"unknown setting {name!r} in {origin}{_nearest(name, TrainConfig.model_fields)}"
-    path = ".".join(map(str, error["loc"]))
-    return f"{path}={error['input']!r} from {origin}: {error['msg']}"
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError(
-            f"--config {path}: {error.strerror}; give the path of a YAML file, e.g. configs/local.yaml"
-        ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path}: not YAML: {error}") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(f"--config {path}: expected a mapping of settings, found {type(content).__name__}")
-    for name in content:
-        if not isinstance(name, str):
-            raise ConfigError(f"--config {path}: the key {name!r} is a {type(name).__name__}; settings have names")
-    return content

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from miles_plugin.arguments import load_config
+from miles_plugin.arguments_sources import load_config
 from miles_plugin.job import JobFailed, train
 from mooncake_store.errors import ConfigError, StoreUnavailable
 

@@ -18,7 +18,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the extra `train` is not installed")
 pytest.importorskip("ray", reason="the extra `train` is not installed")
 
-from miles_plugin.arguments import load_config  # noqa: E402
+from miles_plugin.arguments_sources import load_config  # noqa: E402
 from miles_plugin.training.tiny_policy import build_model, build_tokenizer, save_checkpoint  # noqa: E402
 
 pytestmark = [pytest.mark.integration, pytest.mark.e2e]

@@ -11,7 +11,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from transformers import AutoModelForCausalLM
 
-from miles_plugin.arguments import TrainConfig, load_config
+from miles_plugin.arguments import TrainConfig
+from miles_plugin.arguments_sources import load_config
 from miles_plugin.rollout.batch import split_groups, to_columns
 from miles_plugin.training.grpo import clipped_policy_loss, next_token_log_probs
 from miles_plugin.training.trainer import Trainer, pad

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from miles_plugin.arguments import TrainConfig, load_config
+from miles_plugin.arguments import TrainConfig
+from miles_plugin.arguments_sources import load_config
 from miles_plugin.training import warm_start
 from miles_plugin.training.warm_start import WarmStartError, warm_started_checkpoint
 from mooncake_store.errors import ConfigError

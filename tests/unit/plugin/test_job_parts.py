@@ -11,7 +11,7 @@ pytest.importorskip("torch", reason="the extra `train` is not installed")
 pytest.importorskip("ray", reason="the extra `train` is not installed")
 
 from miles_plugin import preflight
-from miles_plugin.arguments import load_config
+from miles_plugin.arguments_sources import load_config
 from miles_plugin.engines.launch import EngineSpec, command, environment
 from miles_plugin.job import check_digests
 from miles_plugin.report.plot import draw

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the extra `train` is not installed")
 
-from miles_plugin.arguments import load_config  # noqa: E402
+from miles_plugin.arguments_sources import load_config  # noqa: E402
 from miles_plugin.rollout.batch import to_columns  # noqa: E402
 from miles_plugin.training.grpo import PaddedBatch, clipped_policy_loss, next_token_log_probs  # noqa: E402
 from miles_plugin.training.tiny_policy import build_model, build_tokenizer, save_checkpoint  # noqa: E402

@@ -1,0 +1,159 @@
+"""Where settings come from: flags, the environment, a YAML file, the defaults, in this order of precedence."""
+
+import argparse
+import difflib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from pydantic import ValidationError
+from pydantic_settings import BaseSettings, CliSettingsSource, InitSettingsSource, PydanticBaseSettingsSource
+
+from miles_plugin.arguments import ENV_PREFIX, GROUPS, TrainConfig
+from mooncake_store.errors import ConfigError
+
+# How --help shows the type of a flag's value.
+_METAVARS = {"dict[str,Any]": "JSON", "{Path,null}": "PATH", "Path": "PATH", "{str,null}": "NAME", "str": "NAME",
+             "int": "N", "float": "X"}  # fmt: skip
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises ConfigError instead of exiting, and names the nearest flag."""
+
+    def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments: "):
+            unknown = message.removeprefix("unrecognized arguments: ").split()[0].partition("=")[0]
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            message = f"unknown flag {unknown}{_nearest(unknown, flags)}; see {self.prog} --help"
+        raise ConfigError(message)
+
+
+def load_config(argv: Sequence[str], prog: str = "miles-mooncake train") -> TrainConfig:
+    """Resolve the settings of a job from `argv` (flags, `--config FILE`), the environment and the defaults.
+
+    Raises:
+        ConfigError: an unknown key or flag (with the nearest known one), or a value of the wrong type or out of
+            range; the message names the setting, the value and where it came from.
+    """
+    parser = _Parser(
+        prog=prog,
+        usage=f"{prog} [--config FILE] [--SETTING VALUE ...]",
+        description="Run the main job: rollout, training and weight updates, until --num-rollout rollouts are done.",
+        epilog=f"Every setting can also stand in FILE, under the same name with underscores, or in the environment as "
+        f"{ENV_PREFIX}<NAME>. A flag wins over the environment, that over FILE, that over the default.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file of settings, named like the flags")
+    groups = {}
+    for group in GROUPS:
+        section = parser.add_argument_group(*(group.__doc__ or "").split(": ", 1))
+        groups.update(dict.fromkeys(group.model_fields, section))
+    _check_json(argv, os.environ)
+    _check_environment(os.environ)
+    cli: CliSettingsSource[argparse.ArgumentParser] = CliSettingsSource(
+        TrainConfig,
+        cli_parse_args=False,
+        root_parser=parser,
+        add_argument_method=lambda _parser, *names, **options: _add_flag(groups, *names, **options),
+        parse_args_method=lambda root, args: root.parse_args(args),
+    )
+    parsed = parser.parse_args(list(argv))
+    config_path: Path | None = parsed.config
+    from_yaml = _read_yaml(config_path) if config_path else {}
+    del parsed.config
+    cli(parsed_args=parsed)
+    return _merge(cli, from_yaml, str(config_path))
+
+
+def _check_json(argv: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Refuse JSON that does not parse, with the place; the settings library only says that it does not."""
+    for name, field in TrainConfig.model_fields.items():
+        if field.annotation != dict[str, Any]:
+            continue
+        flag, variable = f"--{name.replace('_', '-')}", f"{ENV_PREFIX}{name.upper()}"
+        given = [(flag, value) for option, value in pairwise([*argv, ""]) if option == flag]
+        given += [(flag, option.partition("=")[2]) for option in argv if option.startswith(f"{flag}=")]
+        given += [(variable, environment[variable])] if variable in environment else []
+        for origin, text in given:
+            try:
+                value = json.loads(text)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{origin}: not JSON at character {error.pos}: {error.msg}: {text!r}") from None
+            if not isinstance(value, dict):
+                raise ConfigError(f"{origin}={text!r}: expected a JSON object, found {type(value).__name__}")
+
+
+def _check_environment(environment: Iterable[str]) -> None:
+    known = [f"{ENV_PREFIX}{name.upper()}" for name in TrainConfig.model_fields]
+    for name in environment:
+        if name.startswith(ENV_PREFIX) and name not in known:
+            raise ConfigError(f"unknown variable {name} in the environment{_nearest(name, known)}")
+
+
+def _add_flag(groups: dict[str, Any], *names: str, **options: Any) -> argparse.Action:
+    dest = names[-1].removeprefix("--").replace("-", "_").removeprefix("no_")
+    options["help"] = options["help"].replace("default factory: dict", "default: {}")
+    options["metavar"] = _METAVARS.get(options.get("metavar", ""), options.get("metavar"))
+    action: argparse.Action = groups[dest].add_argument(*names, **options)
+    return action
+
+
+def _merge(cli: PydanticBaseSettingsSource, from_yaml: dict[str, Any], yaml_name: str) -> TrainConfig:
+    sources: dict[str, PydanticBaseSettingsSource] = {}
+
+    class Resolved(TrainConfig):
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+            file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            yaml_settings = InitSettingsSource(settings_cls, from_yaml)
+            sources.update({"the command line": cli, "the environment": env_settings, yaml_name: yaml_settings})
+            return tuple(sources.values())
+
+    try:
+        resolved = Resolved()
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(item, sources) for item in error.errors())) from None
+    return TrainConfig.model_construct(**dict(resolved))
+
+
+def _explain(error: Any, sources: dict[str, PydanticBaseSettingsSource]) -> str:
+    name = str(error["loc"][0])
+    origin = next((label for label, source in sources.items() if name in source()), "the defaults")
+    if error["type"] == "extra_forbidden":
+        return f"unknown setting {name!r} in {origin}{_nearest(name, TrainConfig.model_fields)}"
+    path = ".".join(map(str, error["loc"]))
+    return f"{path}={error['input']!r} from {origin}: {error['msg']}"
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"--config {path}: {error.strerror}; give the path of a YAML file, e.g. configs/local.yaml"
+        ) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: not YAML: {error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {path}: expected a mapping of settings, found {type(content).__name__}")
+    for name in content:
+        if not isinstance(name, str):
+            raise ConfigError(f"--config {path}: the key {name!r} is a {type(name).__name__}; settings have names")
+    return content
