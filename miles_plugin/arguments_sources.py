@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
+import shtab
 import yaml
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, CliSettingsSource, InitSettingsSource, PydanticBaseSettingsSource
@@ -32,13 +33,28 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def load_config(argv: Sequence[str], prog: str = "miles-mooncake train") -> TrainConfig:
+def load_config(argv: Sequence[str]) -> TrainConfig:
     """Resolve the settings of a job from `argv` (flags, `--config FILE`), the environment and the defaults.
 
     Raises:
         ConfigError: an unknown key or flag (with the nearest known one), or a value of the wrong type or out of
             range; the message names the setting, the value and where it came from.
     """
+    parser, cli = settings_parser()
+    _check_json(argv, os.environ)
+    _check_environment(os.environ)
+    parsed = parser.parse_args(list(argv))
+    config_path: Path | None = parsed.config
+    from_yaml = _read_yaml(config_path) if config_path else {}
+    del parsed.config
+    cli(parsed_args=parsed)
+    return _merge(cli, from_yaml, str(config_path))
+
+
+def settings_parser(
+    prog: str = "miles-mooncake train",
+) -> tuple[argparse.ArgumentParser, CliSettingsSource[argparse.ArgumentParser]]:
+    """The parser of every setting as a flag, in its groups, and the settings source that takes what it parsed."""
     parser = _Parser(
         prog=prog,
         usage=f"{prog} [--config FILE] [--SETTING VALUE ...]",
@@ -52,8 +68,6 @@ def load_config(argv: Sequence[str], prog: str = "miles-mooncake train") -> Trai
     for group in GROUPS:
         section = parser.add_argument_group(*(group.__doc__ or "").split(": ", 1))
         groups.update(dict.fromkeys(group.model_fields, section))
-    _check_json(argv, os.environ)
-    _check_environment(os.environ)
     cli: CliSettingsSource[argparse.ArgumentParser] = CliSettingsSource(
         TrainConfig,
         cli_parse_args=False,
@@ -61,12 +75,7 @@ def load_config(argv: Sequence[str], prog: str = "miles-mooncake train") -> Trai
         add_argument_method=lambda _parser, *names, **options: _add_flag(groups, *names, **options),
         parse_args_method=lambda root, args: root.parse_args(args),
     )
-    parsed = parser.parse_args(list(argv))
-    config_path: Path | None = parsed.config
-    from_yaml = _read_yaml(config_path) if config_path else {}
-    del parsed.config
-    cli(parsed_args=parsed)
-    return _merge(cli, from_yaml, str(config_path))
+    return parser, cli
 
 
 def _check_json(argv: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -99,6 +108,8 @@ def _add_flag(groups: dict[str, Any], *names: str, **options: Any) -> argparse.A
     options["help"] = options["help"].replace("default factory: dict", "default: {}")
     options["metavar"] = _METAVARS.get(options.get("metavar", ""), options.get("metavar"))
     action: argparse.Action = groups[dest].add_argument(*names, **options)
+    if options["metavar"] == "PATH":
+        action.complete = shtab.FILE  # type: ignore[attr-defined]  # where shtab looks for it
     return action
 
 

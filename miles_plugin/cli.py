@@ -5,51 +5,127 @@ Exit status: 0 success; 1 a part failed; 2 wrong use, a wrong setting, or a stor
 
 import argparse
 import logging
-import signal
 import sys
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
 
-from miles_plugin.arguments_sources import load_config
-from miles_plugin.job import JobFailed, train
+from miles_plugin import interrupt
+from miles_plugin.arguments_sources import load_config, settings_parser
 from mooncake_store.errors import ConfigError, StoreUnavailable
+
+PROG = "miles-mooncake"
+
+
+@dataclass(frozen=True)
+class Command:
+    """parser: of its flags, for help and completion. run: does it, given the arguments after the command's name."""
+
+    summary: str
+    parser: Callable[[], argparse.ArgumentParser]
+    run: Callable[[Sequence[str]], None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the console script."""
-    parser = argparse.ArgumentParser(prog="miles-mooncake", description="RL post-training over Mooncake Store.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("train", help="run the main job: rollout, training and weight updates", add_help=False)
-    arguments, rest = parser.parse_known_args(argv)
+    arguments, rest = _top_parser().parse_known_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    signal.signal(signal.SIGTERM, _interrupt)
+    interrupt.install()
+    from miles_plugin.job import JobFailed
+
     try:
-        return {"train": _train}[arguments.command](rest)
+        COMMANDS[arguments.command].run(rest)
     except (ConfigError, StoreUnavailable) as error:
         return _fail(error, 2)
-    except KeyboardInterrupt:
-        print("miles-mooncake: interrupted; everything this job started has been stopped", file=sys.stderr)
-        return 130
     except JobFailed as error:
         return _fail(error, 1)
-
-
-def _train(argv: Sequence[str]) -> int:
-    train(load_config(argv), say=_say)
+    except KeyboardInterrupt:
+        print(f"{PROG}: interrupted; everything it started has been stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # e.g. `| head`
+        return 1
     return 0
 
 
-def _say(line: str) -> None:
-    print(line, flush=True)
+def full_parser() -> argparse.ArgumentParser:
+    """Every command with all its flags."""
+    top = argparse.ArgumentParser(prog=PROG, description="RL post-training over Mooncake Store.")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        commands.add_parser(name, parents=[command.parser()], add_help=False, help=command.summary)
+    return top
+
+
+def _top_parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog=PROG,
+        description="RL post-training over Mooncake Store.",
+        epilog=f"`{PROG} COMMAND --help` lists a command's flags and their defaults.",
+    )
+    top.add_argument("--version", action="version", version=f"{PROG} {version(PROG)}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        commands.add_parser(name, help=command.summary, add_help=False)
+    return top
+
+
+def _train(argv: Sequence[str]) -> None:
+    from miles_plugin.job import train
+    from miles_plugin.plan import describe
+    from miles_plugin.preflight import check
+
+    config = load_config(argv)
+    if config.dry_run:
+        print(describe(config, check(config)))
+    else:
+        train(config)
+
+
+def _report_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"{PROG} report", description="Draw report.png and report.html anew from report.json."
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="directory of a report, e.g. runs/<run id>")
+    return parser
+
+
+def _report(argv: Sequence[str]) -> None:
+    from miles_plugin.report.files import redraw
+
+    for path in redraw(_report_parser().parse_args(argv).directory):
+        print(path)
+
+
+def _completion_parser() -> argparse.ArgumentParser:
+    import shtab
+
+    parser = argparse.ArgumentParser(
+        prog=f"{PROG} completion",
+        description="Print the script that completes commands and flags on TAB.",
+        epilog=f'bash: eval "$({PROG} completion bash)" in ~/.bashrc; zsh: {PROG} completion zsh > '
+        '"${fpath[1]}/_miles-mooncake"',
+    )
+    parser.add_argument("shell", choices=shtab.SUPPORTED_SHELLS, help="which shell")
+    return parser
+
+
+def _completion(argv: Sequence[str]) -> None:
+    import shtab
+
+    print(shtab.complete(full_parser(), _completion_parser().parse_args(argv).shell))
+
+
+COMMANDS = {
+    "train": Command("run the main job: rollout, training and weight updates", lambda: settings_parser()[0], _train),
+    "report": Command("draw a report's pictures anew", _report_parser, _report),
+    "completion": Command("print a shell's completion script", _completion_parser, _completion),
+}
 
 
 def _fail(error: Exception, status: int) -> int:
-    print(f"miles-mooncake: {type(error).__name__}: {error}", file=sys.stderr)
+    print(f"{PROG}: {type(error).__name__}: {error}", file=sys.stderr)
     return status
-
-
-def _interrupt(_signal: int, _frame: Any) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A local Ray cluster of two raylets on loopback: a rollout node and a trainer node, told apart by resources."""
+"""A local Ray cluster on loopback: a rollout node and trainer nodes, each a raylet, told apart by their resources."""
 
 import contextlib
 import logging
@@ -6,13 +6,21 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-ROLLOUT_NODE, TRAINER_NODE = "rollout_node", "trainer_node"
+from mooncake_store.process import tail
+
+ROLLOUT_NODE = "rollout_node"
 LOOPBACK = "127.0.0.1"
 # Ray replaces 127.0.0.1 and localhost by an outside address of the machine; any other loopback address it keeps.
 _RAY_ADDRESS = "127.0.0.2"
 # The Ray object store carries refs, or with the ray backend a few shards: small on purpose, since it is /dev/shm.
-_OBJECT_STORE_BYTES = 128 * 1024**2
+OBJECT_STORE_BYTES = 128 * 1024**2
+
+
+class NodeFailed(RuntimeError):
+    """A process of Ray's own (a raylet, the GCS) ended; the message names it and ends with its log's last lines."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +31,38 @@ class NodeSpec:
     gpus: Sequence[int] = ()
 
 
+def trainer_node(index: int) -> str:
+    """The Ray resource that only trainer node `index` has."""
+    return f"trainer_node_{index}"
+
+
+class LocalCluster:
+    """The running cluster. Made by `local_cluster`."""
+
+    def __init__(self, nodes: dict[str, Any]) -> None:
+        self._nodes = nodes
+
+    def check(self) -> None:
+        """Raise NodeFailed for a process of Ray's own that has ended.
+
+        Ray itself tells of a dead raylet only by what it did to the actors there, and of a dead GCS not at all for a
+        minute (measured on ray 2.60).
+        """
+        for name, node in self._nodes.items():
+            for kind, processes in node.all_processes.items():
+                for info in processes:
+                    status = info.process.poll()
+                    if status is not None:
+                        log = _log_of(info.process.args)
+                        raise NodeFailed(
+                            f"{kind} of the {name.replace('_', ' ')} ended with status "
+                            f"{status if status >= 0 else 128 - status}; its log {log} ends:\n{tail(log)}"
+                        )
+
+
 @contextlib.contextmanager
-def local_cluster(rollout: NodeSpec, trainer: NodeSpec) -> Iterator[None]:
-    """Start both raylets and connect this process; at exit, disconnect and end every process of the cluster.
+def local_cluster(rollout: NodeSpec, trainers: Sequence[NodeSpec]) -> Iterator[LocalCluster]:
+    """Start every raylet and connect this process; at exit, disconnect and end every process of the cluster.
 
     Ray's reaper ends them too if this process is killed.
     """
@@ -36,8 +73,10 @@ def local_cluster(rollout: NodeSpec, trainer: NodeSpec) -> Iterator[None]:
     logging.getLogger("ray").setLevel(logging.ERROR)
     on_sigterm = signal.getsignal(signal.SIGTERM)
     cluster = Cluster(initialize_head=True, head_node_args=_node_args(ROLLOUT_NODE, rollout))
+    nodes = {ROLLOUT_NODE: cluster.head_node}
     try:
-        cluster.add_node(**_node_args(TRAINER_NODE, trainer))
+        for index, trainer in enumerate(trainers):
+            nodes[trainer_node(index)] = cluster.add_node(**_node_args(trainer_node(index), trainer))
         ray.init(
             address=cluster.address,
             log_to_driver=False,
@@ -46,20 +85,27 @@ def local_cluster(rollout: NodeSpec, trainer: NodeSpec) -> Iterator[None]:
         )
         # Ray's own SIGTERM handler dumps native stacks; the caller's ends the job in order.
         signal.signal(signal.SIGTERM, on_sigterm)
-        yield
+        yield LocalCluster(nodes)
     finally:
         ray.shutdown()
         cluster.shutdown()
 
 
+def _log_of(command: Sequence[str]) -> Path:
+    """Where a process of Ray's own logs to, by its command line."""
+    prefix = "--stdout_filepath="
+    named = [argument.removeprefix(prefix) for argument in command if argument.startswith(prefix)]
+    return Path(named[0] if named else os.devnull)
+
+
 def _node_args(resource: str, node: NodeSpec) -> dict[str, object]:
-    # Both raylets see the machine's GPUs; each is shown only its own, or Ray would hand out the same one twice.
+    # All raylets see the machine's GPUs; each is shown only its own, or Ray would hand out the same one twice.
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, node.gpus))} if node.gpus else {}
     return {
         "num_cpus": node.cpus,
         "num_gpus": len(node.gpus),
         "resources": {resource: 1.0},
-        "object_store_memory": _OBJECT_STORE_BYTES,
+        "object_store_memory": OBJECT_STORE_BYTES,
         "include_dashboard": False,
         "node_ip_address": _RAY_ADDRESS,
         "env_vars": visible,

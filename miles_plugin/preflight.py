@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from miles_plugin.arguments import TrainConfig
+from miles_plugin.checkpoint import Resume, check_save, find
 from miles_plugin.cluster import NodeSpec
 from miles_plugin.object_store import open_rollout_store
 from miles_plugin.rollout.task import Task
@@ -19,36 +20,56 @@ _PENDING_MASTER = "127.0.0.1:1"
 
 @dataclass(frozen=True)
 class Plan:
-    """own_master: the job starts a mooncake_master. The nodes' GPUs are empty on a machine without any."""
+    """What a job will start.
+
+    own_master: the job starts a mooncake_master. resume: the checkpoint it goes on from. The nodes' GPUs are empty on
+    a machine without any.
+    """
 
     own_master: bool
     rollout_node: NodeSpec
-    trainer_node: NodeSpec
+    trainer_nodes: list[NodeSpec]
+    resume: Resume | None
 
 
 def check(config: TrainConfig) -> Plan:
     """Raise ConfigError or StoreUnavailable for what cannot work, within seconds; return what will be started."""
-    own_master = _check_store(config)
+    _check_layout(config)
     _check_sizes(config)
     _check_checkpoint(config)
+    check_save(config)
+    resume = find(config)
+    own_master = _check_store(config)
     _check_packages()
     Task(config.task, config.task_kwargs, config.held_out_size, config.seed)
     gpus = _visible_gpus()
-    needed = config.actor_num_gpus_per_node + config.rollout_num_gpus
+    needed = config.world_size + config.rollout_num_gpus
     if gpus and len(gpus) < needed:
         raise ConfigError(
-            f"actor_num_gpus_per_node={config.actor_num_gpus_per_node} + rollout_num_gpus={config.rollout_num_gpus}: "
-            f"{needed} GPUs are needed, this machine shows {len(gpus)}; lower one, or hide the GPUs with "
-            "CUDA_VISIBLE_DEVICES= to run on the CPU"
+            f"actor_num_nodes={config.actor_num_nodes} x actor_num_gpus_per_node={config.actor_num_gpus_per_node} + "
+            f"rollout_num_gpus={config.rollout_num_gpus}: {needed} GPUs are needed, this machine shows {len(gpus)}; "
+            "lower one, or hide the GPUs with CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
     if not gpus and config.rollout_num_gpus_per_engine > 1:
-        raise ConfigError("rollout_num_gpus_per_engine: without GPUs an engine has one rank; set it to 1")
-    trainer_gpus, rollout_gpus = gpus[: config.actor_num_gpus_per_node], gpus[config.actor_num_gpus_per_node : needed]
-    return Plan(
-        own_master=own_master,
-        rollout_node=NodeSpec(cpus=1, gpus=rollout_gpus),
-        trainer_node=NodeSpec(cpus=config.actor_num_gpus_per_node, gpus=trainer_gpus),
-    )
+        raise ConfigError(
+            f"rollout_num_gpus_per_engine={config.rollout_num_gpus_per_engine}: without GPUs an engine has one rank; "
+            "set it to 1"
+        )
+    per_node = config.actor_num_gpus_per_node
+    trainer_nodes = [
+        NodeSpec(cpus=per_node, gpus=gpus[node * per_node : (node + 1) * per_node])
+        for node in range(config.actor_num_nodes)
+    ]
+    return Plan(own_master, NodeSpec(cpus=1, gpus=gpus[config.world_size : needed]), trainer_nodes, resume)
+
+
+def _check_layout(config: TrainConfig) -> None:
+    if config.colocate:
+        raise ConfigError(
+            "colocate=True: trainers and engines on the same GPUs hand weights over by CUDA IPC and take turns in "
+            "memory, which this package does not do; leave --colocate out and give the engines GPUs of their own "
+            "(--rollout-num-gpus)"
+        )
 
 
 def _check_store(config: TrainConfig) -> bool:
@@ -69,21 +90,22 @@ def _check_store(config: TrainConfig) -> bool:
 
 
 def _check_own_segment(config: TrainConfig, segment_bytes: int) -> None:
-    """With a master of its own, the job's only memory is what local rank 0 of the trainers contributes."""
+    """With a master of its own, the job's only memory is what local rank 0 of every trainer node contributes."""
     if segment_bytes == 0:
         raise ConfigError("global_segment_size=0: the trainers lend the store all its memory; set e.g. 256mb")
-    if config.mooncake_replica_num > 1:
+    if config.mooncake_replica_num > config.actor_num_nodes:
         raise ConfigError(
-            f"mooncake_replica_num={config.mooncake_replica_num}: a local job has one segment, so 1 is allowed; for "
-            "more, name a master (master_server_address) that other segments have joined"
+            f"mooncake_replica_num={config.mooncake_replica_num}: this job has {config.actor_num_nodes} segments, one "
+            "per trainer node (actor_num_nodes), and copies are on distinct ones; for more, name a master "
+            "(master_server_address) that other segments have joined"
         )
 
 
 def _check_sizes(config: TrainConfig) -> None:
-    ranks = config.actor_num_gpus_per_node
+    ranks = config.world_size
     if config.rollout_batch_size % (ranks * config.num_steps_per_rollout):
         raise ConfigError(
-            f"rollout_batch_size={config.rollout_batch_size} must be a multiple of actor_num_gpus_per_node x "
+            f"rollout_batch_size={config.rollout_batch_size} must be a multiple of trainer ranks x "
             f"num_steps_per_rollout = {ranks} x {config.num_steps_per_rollout}, so that every rank and step gets "
             "equally many prompts"
         )

@@ -38,6 +38,17 @@ class VersionAuthority:
         self._newest += 1
         return self._newest
 
+    def continue_above(self, version: int) -> None:
+        """Never allocate `version` or less: another run that this one resumes used them. Logged like an allocation."""
+        if version > self._newest:
+            self._append("allocate", version)
+            self._newest = version
+
+    @property
+    def newest(self) -> int:
+        """The highest number allocated, announced or not; -1 before the first."""
+        return self._newest
+
     def announce(self, version: int) -> None:
         """Declare that engines are about to serve `version`.
 

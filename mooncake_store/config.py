@@ -154,6 +154,11 @@ def resolve(
     )
 
 
+def rdma_devices(infiniband: Path = INFINIBAND) -> list[str]:
+    """Names of this host's RDMA devices, sorted; empty without any."""
+    return sorted(entry.name for entry in infiniband.iterdir()) if infiniband.is_dir() else []
+
+
 def master_endpoints(address: str) -> list[tuple[str, int]]:
     """Split "host:port" or "etcd://host:port[;host:port]" into (host, port) pairs, at least one.
 
@@ -231,7 +236,7 @@ def _protocol(setting: _Setting) -> str:
 
 def _check_rdma(protocol: _Setting, devices: _Setting, infiniband: Path) -> None:
     # Mooncake answers 0 and quietly uses TCP when there is no device (measured on 0.3.13.post1).
-    present = sorted(entry.name for entry in infiniband.iterdir()) if infiniband.is_dir() else []
+    present = rdma_devices(infiniband)
     if not present:
         raise protocol.complain(f"this host has no RDMA device in {infiniband}; use protocol 'tcp', or fix the driver")
     wanted = [name.strip() for name in _text(devices).split(",") if name.strip()]

@@ -41,10 +41,7 @@ class ManagedProcess:
 
     def log_tail(self, lines: int = 15) -> str:
         """The last lines of the log."""
-        try:
-            return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
-        except OSError as error:
-            return f"({self.log} cannot be read: {error.strerror})"
+        return tail(self.log, lines)
 
     def stop(self) -> None:
         """End the command and its descendants; idempotent. Returns within about 6 seconds."""
@@ -55,6 +52,17 @@ class ManagedProcess:
         except subprocess.TimeoutExpired:
             self._relay.kill()
             self._relay.wait()
+
+
+def tail(log: Path, lines: int = 15) -> str:
+    """The last lines of a log file, read from its last 64 KiB; a remark in brackets when there is nothing to show."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - 65536))
+            text = file.read().decode(errors="replace")
+    except OSError as error:
+        return f"({log} cannot be read: {error.strerror})"
+    return "\n".join(text.splitlines()[-lines:]) or "(nothing)"
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:

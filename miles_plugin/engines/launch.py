@@ -36,9 +36,17 @@ class RunningEngine:
     process: ManagedProcess
     ranks: int
 
-    def check(self) -> None:
-        """Raise EngineError, with the log's last lines, if the server has ended."""
-        status = self.process.exit_status()
+    def check(self, patience: float = 0.0) -> None:
+        """Raise EngineError, with the log's last lines, if the server has ended.
+
+        Args:
+            patience: seconds to wait for the end of a server that does not answer: its processes end one by one.
+        """
+        deadline = time.monotonic() + patience
+        while (status := self.process.exit_status()) is None and time.monotonic() < deadline:
+            if self.engine.ready():
+                return
+            time.sleep(0.1)
         if status is not None:
             raise EngineError(
                 f"SGLang at {self.engine.url} ended with status {status}; its log {self.process.log} ends:\n"

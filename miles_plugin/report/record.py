@@ -73,7 +73,11 @@ class Arm:
 
 @dataclass
 class Report:
-    """Everything `report.json` holds. object_store: the manager's counts of puts, removes and bytes at the end."""
+    """Everything `report.json` holds.
+
+    object_store: the manager's counts of puts, removes and bytes at the end. resumed_at: run_id, arm and rollouts_done
+    of each checkpoint that the run went on from.
+    """
 
     run_id: str
     config: dict[str, Any]
@@ -83,6 +87,7 @@ class Report:
     object_store: dict[str, int] = field(default_factory=dict)
     seconds_total: float = 0.0
     status: str = "running"
+    resumed_at: list[dict[str, Any]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -94,9 +99,35 @@ class Report:
             "checkpoint": self.checkpoint,
             "object_store": self.object_store,
             "seconds_total": self.seconds_total,
+            "resumed_at": self.resumed_at,
             "config": self.config,
             "arms": {name: asdict(arm) for name, arm in self.arms.items()},
         }
+
+    @classmethod
+    def from_dict(cls, record: Any) -> "Report":
+        arms = {
+            name: Arm(
+                arm["reward"],
+                arm["initial_accuracy"],
+                [
+                    Step(**{**step, "shards": [ShardRecord(**shard) for shard in step["shards"]]})
+                    for step in arm["steps"]
+                ],
+            )
+            for name, arm in record["arms"].items()
+        }
+        return cls(
+            record["run_id"],
+            record["config"],
+            record["machine"],
+            record["checkpoint"],
+            arms,
+            record["object_store"],
+            record["seconds_total"],
+            record["status"],
+            record["resumed_at"],
+        )
 
     def write(self, path: Path) -> None:
         """Replace `path` atomically."""

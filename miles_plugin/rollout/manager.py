@@ -6,7 +6,7 @@ trainers only `BatchRef`s travel.
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice, pairwise
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_plugin.arguments import TrainConfig
+from miles_plugin.checkpoint import VERSIONS_LOG
 from miles_plugin.engines.launch import EngineSpec, RunningEngine, start_engines
 from miles_plugin.object_store import open_rollout_store
 from miles_plugin.rollout.batch import Shard, split_groups, to_columns
@@ -55,7 +56,7 @@ class RolloutManager:
     def __init__(self, config: TrainConfig, master: str | None, run_id: str, run_dir: Path, ranks: int) -> None:
         self._config, self._run_dir, self._ranks = config, run_dir, ranks
         self._store = open_rollout_store(config, master, run_id, contribute_segment=False)
-        self._versions = VersionAuthority(run_dir / "versions.log")
+        self._versions = VersionAuthority((config.save or run_dir) / VERSIONS_LOG)
         self._task = Task(config.task, config.task_kwargs, config.held_out_size, config.seed)
         self._engines: list[RunningEngine] = []
         self._awaited: dict[str, tuple[BatchRef, set[int]]] = {}
@@ -84,10 +85,14 @@ class RolloutManager:
         """Address and tensor-parallel size of every engine in rotation."""
         return [(server.engine.url, server.ranks) for server in self._engines]
 
-    def begin(self, shuffled: bool) -> None:
-        """Start from the first item again; with `shuffled`, permute the rewards of each rollout."""
-        self._items = self._task.rollout()
+    def begin(self, shuffled: bool, state: Mapping[str, Any] | None = None) -> None:
+        """Start from the first item, or where `state` was taken; `shuffled` permutes the rewards of each rollout."""
+        self._cursor = 0 if state is None else int(state["cursor"])
+        self._items = self._task.rollout(self._cursor)
         self._rng = random.Random(self._config.seed)
+        if state is not None:
+            version, numbers, gauss = state["rng"]
+            self._rng.setstate((version, tuple(numbers), gauss))
         self._shuffled = shuffled
 
     def generate(self, rollout_id: int) -> Rollout:
@@ -95,6 +100,7 @@ class RolloutManager:
         config = self._config
         started = time.perf_counter()
         items = list(islice(self._items, config.rollout_batch_size))
+        self._cursor = items[-1].index + 1
         repeated = [item for item in items for _ in range(config.n_samples_per_prompt)]
         samples = self._sample(repeated, rollout_id * len(repeated), config.rollout_temperature)
         generated = time.perf_counter()
@@ -134,6 +140,19 @@ class RolloutManager:
         samples = self._sample(self._task.held_out, 0, temperature=0.0)
         return sum(sample.reward == 1.0 for sample in samples) / len(samples)
 
+    def state(self) -> dict[str, Any]:
+        """What `begin` needs to go on from here, as JSON holds it: the position in the items, the control's RNG."""
+        return {"cursor": self._cursor, "rng": self._rng.getstate()}
+
+    def continue_versions(self, above: int) -> int:
+        """Allocate only numbers above `above` from now on. Returns the newest number allocated so far."""
+        self._versions.continue_above(above)
+        return self._versions.newest
+
+    def newest_version(self) -> int:
+        """The newest number allocated; -1 before the first."""
+        return self._versions.newest
+
     def allocate_version(self) -> int:
         return self._versions.allocate()
 
@@ -145,10 +164,10 @@ class RolloutManager:
         """Counts of this process: puts, gets, removes, bytes_put, bytes_got."""
         return self._store.stats()
 
-    def check_engines(self) -> None:
-        """Raise EngineError, with its log's last lines, for an engine that has ended."""
+    def check_engines(self, patience: float = 0.0) -> None:
+        """Raise EngineError, with its log's last lines, for an engine that has ended or ends within `patience` s."""
         for server in self._engines:
-            server.check()
+            server.check(patience)
 
     def stop_engines(self) -> None:
         """End every engine; a request in flight fails. Idempotent, and safe to call beside any other method."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from miles_plugin.arguments import TrainConfig
 from miles_plugin.engines.sglang import SGLangEngine
+from miles_plugin.logs import redirect_output
 from miles_plugin.object_store import open_rollout_store
 from miles_plugin.rollout.batch import Shard
 from miles_plugin.training.policy import WEIGHT_DTYPE
@@ -17,7 +18,8 @@ from miles_plugin.training.trainer import Trainer
 from miles_plugin.weight_transfer.broadcast import Broadcaster, EngineRanks
 from miles_plugin.weight_transfer.sources import buckets, full_parameters
 from miles_plugin.weight_transfer.transfer import update_weights
-from mooncake_store import batch_digest
+from mooncake_store import ObjectStore, batch_digest
+from mooncake_store.config import rdma_devices
 from mooncake_store.process import free_ports
 
 
@@ -25,36 +27,53 @@ class TrainerActor:
     """One rank of the trainer.
 
     Args:
+        log: file that gets what this process prints.
         config: the job's settings.
-        rank, world_size: among the trainer ranks.
+        run_id: names the run's objects in the store.
+        rank: among the trainer ranks of all nodes.
+        host: address of this node, reachable from the other ranks and the engines.
     """
 
-    def __init__(self, config: TrainConfig, rank: int, world_size: int) -> None:
-        self._config, self._rank, self._world_size = config, rank, world_size
+    def __init__(self, log: Path, config: TrainConfig, run_id: str, rank: int, host: str) -> None:
+        redirect_output(log)
+        self._config, self._run_id, self._rank, self._host = config, run_id, rank, host
         self._device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        self._opened: ObjectStore | None = None
+        self._loaded: Trainer | None = None
         self._broadcaster: Broadcaster | None = None
 
-    def open_store(self, master: str | None, run_id: str) -> None:
-        """Join the store. Rank 0 of a node contributes the node's segment (by LOCAL_RANK)."""
-        self._run_id = run_id
-        self._store = open_rollout_store(self._config, master, run_id)
+    def open_store(self, master: str | None) -> list[str]:
+        """Join the store; local rank 0 contributes its node's segment. Returns the node's RDMA devices.
 
-    def rendezvous_port(self, host: str) -> int:
-        """A free port of rank 0's node."""
-        return free_ports(1, host)[0]
+        Not part of the constructor: what fails there reaches the caller as text, what fails here with its type.
+
+        Args:
+            master: address of the Mooncake master that the job started, if it did.
+        """
+        self._opened = open_rollout_store(self._config, master, self._run_id)
+        return rdma_devices()
+
+    def rendezvous_port(self) -> int:
+        """A free port of this rank's node."""
+        return free_ports(1, self._host)[0]
 
     def join(self, host: str, port: int) -> None:
         """Form the process group of the trainer ranks; collective."""
-        self._host = host
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         backend = "cpu:gloo,cuda:nccl" if self._device_type == "cuda" else "gloo"
         dist.init_process_group(
-            backend, init_method=f"tcp://{host}:{port}", rank=self._rank, world_size=self._world_size
+            backend, init_method=f"tcp://{host}:{port}", rank=self._rank, world_size=self._config.world_size
         )
 
-    def load(self, checkpoint: Path) -> None:
-        """Start from `checkpoint` with a fresh optimizer; collective."""
-        self._trainer = Trainer(self._config, checkpoint, self._device_type)
+    def load(self, checkpoint: Path, state: Path | None = None) -> None:
+        """Start from `checkpoint` with a fresh optimizer, or go on from a saved `state`; collective."""
+        self._loaded = Trainer(self._config, checkpoint, self._device_type)
+        if state is not None:
+            self._loaded.load(state)
+
+    def save(self, directory: Path) -> None:
+        """Write this rank's part of the trainer's state; collective."""
+        self._trainer.save(directory)
 
     def train(self, shard: Shard, manager: Any) -> dict[str, Any]:
         """Get this rank's shard, learn from it, acknowledge it; collective.
@@ -105,10 +124,23 @@ class TrainerActor:
         )
         return {"version": update.version, "nbytes": update.nbytes, "seconds": update.seconds}
 
+    @property
+    def _store(self) -> ObjectStore:
+        if self._opened is None:
+            raise RuntimeError("open_store() comes first")
+        return self._opened
+
+    @property
+    def _trainer(self) -> Trainer:
+        if self._loaded is None:
+            raise RuntimeError("load() comes before training, saving and weight updates")
+        return self._loaded
+
     def close(self) -> None:
         """Leave the engines' group, the store and the trainers' group."""
         if self._broadcaster is not None:
             self._broadcaster.close()
-        self._store.close()
+        if self._opened is not None:
+            self._opened.close()
         if dist.is_initialized():
             dist.destroy_process_group()

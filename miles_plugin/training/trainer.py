@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from miles_plugin.arguments import TrainConfig
 from miles_plugin.training.grpo import PaddedBatch, clipped_policy_loss, next_token_log_probs
 from miles_plugin.training.policy import load_sharded
+from miles_plugin.training.state import load_state, save_state
 
 
 class Trainer:
@@ -37,6 +38,14 @@ class Trainer:
             weight_decay=config.weight_decay,
         )
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._optimizer, partial(learning_rate_factor, config))
+
+    def save(self, directory: Path) -> None:
+        """Write everything that later training depends on into `directory`; collective."""
+        save_state(directory, self.model, self._optimizer, self._scheduler)
+
+    def load(self, directory: Path) -> None:
+        """Go on from what `save` wrote: the next steps are bit for bit those that would have followed; collective."""
+        load_state(directory, self.model, self._optimizer, self._scheduler)
 
     def train(self, batch: Mapping[str, Any]) -> dict[str, float]:
         """Learn from this rank's shard of a rollout batch; collective over all ranks.

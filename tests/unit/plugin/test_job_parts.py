@@ -34,10 +34,13 @@ def plan(*argv: str, gpus: int = 0, monkeypatch: pytest.MonkeyPatch) -> prefligh
 def test_gpus_are_dealt_to_trainers_then_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = ("--actor-num-gpus-per-node", "4", "--rollout-num-gpus", "4", "--rollout-num-gpus-per-engine", "2")
     dealt = plan(*layout, gpus=8, monkeypatch=monkeypatch)
-    assert (dealt.trainer_node.gpus, dealt.rollout_node.gpus) == ([0, 1, 2, 3], [4, 5, 6, 7])
+    assert ([node.gpus for node in dealt.trainer_nodes], dealt.rollout_node.gpus) == ([[0, 1, 2, 3]], [4, 5, 6, 7])
+    layout = ("--actor-num-nodes", "2", "--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "1")
+    dealt = plan(*layout, gpus=5, monkeypatch=monkeypatch)
+    assert ([node.gpus for node in dealt.trainer_nodes], dealt.rollout_node.gpus) == ([[0, 1], [2, 3]], [4])
     without = plan("--actor-num-gpus-per-node", "4", "--rollout-num-gpus", "2", monkeypatch=monkeypatch)
-    assert not without.trainer_node.gpus
-    assert without.trainer_node.cpus == 4
+    assert not without.trainer_nodes[0].gpus
+    assert without.trainer_nodes[0].cpus == 4
 
 
 @pytest.mark.parametrize(
@@ -46,6 +49,9 @@ def test_gpus_are_dealt_to_trainers_then_engines(monkeypatch: pytest.MonkeyPatch
         (["--rollout-num-gpus", "2"], 3, "4 GPUs are needed, this machine shows 3"),
         (["--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2"], 0, "without GPUs an engine has one rank"),
         (["--rollout-num-gpus", "3", "--rollout-num-gpus-per-engine", "2"], 8, "multiple of"),
+        (["--actor-num-nodes", "4", "--actor-num-gpus-per-node", "2"], 8, "9 GPUs are needed, this machine shows 8"),
+        (["--actor-num-nodes", "3", "--actor-num-gpus-per-node", "1"], 0, "rollout_batch_size=32 must be a multiple"),
+        (["--colocate"], 0, "colocate=True: .*CUDA IPC.*--rollout-num-gpus"),
         ([*MOONCAKE, "--mooncake-store-init-kwargs", '{"protocol": "udp"}'], 0, "protocol"),
     ],
 )

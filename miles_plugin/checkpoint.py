@@ -1,0 +1,200 @@
+"""Checkpoints of a job on disk: complete or absent, and found again after any crash.
+
+    DIR/versions.log                        the policy versions of every run that saved here; numbers are never reused
+    DIR/latest_checkpointed_iteration.txt   number of the newest checkpoint (its name is that of Megatron and miles)
+    DIR/iter_0000010/                       after 10 rollouts, counted over all arms
+        .metadata, *.distcp                 model, optimizer, scheduler and RNG, by torch.distributed.checkpoint
+        job.json                            arm, rollouts done, data cursor, the settings that a resume must share
+        report.json                         the report up to there
+
+A checkpoint is written under a temporary name and renamed; the file that names the newest one is replaced last.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from miles_plugin.arguments import DataArguments, PolicyArguments, TaskArguments, TrainConfig
+from miles_plugin.version import VersionAuthority
+from mooncake_store.errors import ConfigError
+
+FORMAT = 1
+LATEST = "latest_checkpointed_iteration.txt"
+VERSIONS_LOG = "versions.log"
+_JOB, _REPORT = "job.json", "report.json"
+# What decides the items, their order and the model: a run that changed these would not go on, it would be another run.
+_SHARED_SETTINGS = (
+    *(name for name in PolicyArguments.model_fields if name.startswith("tiny_")),
+    *DataArguments.model_fields, *TaskArguments.model_fields, "seed",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a job has come.
+
+    arm: of the report, "real" or "shuffled". rollouts_done: in this arm. manager: what RolloutManager.state() said.
+    version: the newest policy version allocated.
+    """
+
+    arm: str
+    rollouts_done: int
+    manager: dict[str, Any]
+    version: int
+
+
+@dataclass(frozen=True)
+class Resume:
+    """A checkpoint to go on from. directory: holds the trainers' state. settings: of the job that saved it."""
+
+    directory: Path
+    progress: Progress
+    settings: Mapping[str, Any]
+    report: Mapping[str, Any]
+
+    def newest_version(self) -> int:
+        """The highest policy version known to be used: the job may have gone on for a while after it saved."""
+        log = self.directory.parent / VERSIONS_LOG
+        return max(self.progress.version, VersionAuthority(log).newest)
+
+
+def name_of(number: int) -> str:
+    """Directory name of the checkpoint after `number` rollouts."""
+    return f"iter_{number:07d}"
+
+
+def find(config: TrainConfig) -> Resume | None:
+    """What `--load` asks for; None without it, or when it is also `--save` and holds nothing yet.
+
+    `--load` takes a directory of checkpoints (the newest counts) or one checkpoint.
+
+    Raises:
+        ConfigError: there is no complete checkpoint, or it belongs to a job with other settings.
+    """
+    directory = config.load
+    if directory is None:
+        return None
+    if not (directory / _JOB).is_file():
+        if not (directory / LATEST).is_file():
+            if config.save is not None and config.save.resolve() == directory.resolve():
+                return None
+            raise ConfigError(f"load={directory}: no {LATEST} there; give the directory that --save filled")
+        directory = directory / name_of(_latest_number(directory))
+    resume = _read(directory)
+    _check_settings(resume, config)
+    return resume
+
+
+def check_save(config: TrainConfig) -> None:
+    """Refuse a `--save` directory that holds another run's checkpoints, or that cannot be written (ConfigError)."""
+    if config.save is None:
+        return
+    loaded = config.load is not None and config.save.resolve() in (config.load.resolve(), config.load.resolve().parent)
+    if (config.save / LATEST).exists() and not loaded:
+        raise ConfigError(
+            f"save={config.save} holds the checkpoints of another run; resume it with --load {config.save}, or name "
+            "another directory"
+        )
+    try:
+        config.save.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"save={config.save}: {error}; name a directory that can be made and written") from error
+
+
+@contextlib.contextmanager
+def claim(save: Path | None) -> Iterator[None]:
+    """Hold the directory against a second job; the claim ends with this process, however it ends.
+
+    Raises:
+        ConfigError: another job saves there now.
+    """
+    if save is None:
+        yield
+        return
+    with (save / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(f"save={save}: another running job saves there; stop it, or name another") from None
+        yield
+
+
+def begin(save: Path, number: int) -> Path:
+    """An empty directory for the trainers' state of checkpoint `number`; `commit` makes it a checkpoint."""
+    partial = save / f"{name_of(number)}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def commit(partial: Path, progress: Progress, config: TrainConfig, report: Mapping[str, Any]) -> Path:
+    """Make `partial`, which holds the trainers' state, the newest checkpoint of its directory. Durable on return."""
+    save, final = partial.parent, partial.with_suffix("")
+    settings = {name: config.model_dump(mode="json")[name] for name in _SHARED_SETTINGS}
+    _write(partial / _REPORT, json.dumps(report))
+    _write(partial / _JOB, json.dumps({"format": FORMAT, "settings": settings, "progress": asdict(progress)}, indent=1))
+    _sync_directory(partial)
+    if final.exists():  # from a run that was resumed at an earlier checkpoint than its newest
+        shutil.rmtree(final)
+    partial.rename(final)
+    pointer = save / f"{LATEST}.partial"
+    _write(pointer, f"{int(final.name.removeprefix('iter_'))}\n")
+    pointer.rename(save / LATEST)
+    _sync_directory(save)
+    return final
+
+
+def _latest_number(directory: Path) -> int:
+    text = (directory / LATEST).read_text().strip()
+    if not text.isdecimal() or not (directory / name_of(int(text)) / _JOB).is_file():
+        there = ", ".join(sorted(entry.name for entry in directory.glob("iter_*") if (entry / _JOB).is_file()))
+        raise ConfigError(
+            f"load={directory}: {LATEST} says {text!r:.40}, which is no complete checkpoint; there are: "
+            f"{there or 'none'}; give one of them as --load {directory}/iter_..."
+        )
+    return int(text)
+
+
+def _read(directory: Path) -> Resume:
+    try:
+        record = json.loads((directory / _JOB).read_text())
+        report = json.loads((directory / _REPORT).read_text())
+        if record["format"] != FORMAT:
+            raise ConfigError(f"load={directory}: format {record['format']}, this package reads format {FORMAT}")
+        return Resume(directory, Progress(**record["progress"]), record["settings"], report)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"load={directory}: not a complete checkpoint: {error!r}; give an earlier one") from error
+
+
+def _check_settings(resume: Resume, config: TrainConfig) -> None:
+    now = config.model_dump(mode="json")
+    changed = [name for name, value in resume.settings.items() if name in now and now[name] != value]
+    if changed:
+        name = changed[0]
+        raise ConfigError(
+            f"load={resume.directory} was saved by a job with {name}={resume.settings[name]!r}, this one has "
+            f"{name}={now[name]!r}; a resumed job shares its model, data and seed: set it back, or start anew"
+        )
+
+
+def _write(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

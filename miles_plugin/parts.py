@@ -1,0 +1,270 @@
+"""The parts of a running job: how they are started, called, watched and ended.
+
+The master, the Ray cluster, the rollout manager with its engines, and one trainer per rank. Whatever fails, the caller
+gets a PartFailed that names the part, the path of its log and the log's last lines.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from miles_plugin.arguments import TrainConfig
+from miles_plugin.cluster import LOOPBACK, ROLLOUT_NODE, LocalCluster, local_cluster, trainer_node
+from miles_plugin.engines.sglang import EngineError
+from miles_plugin.preflight import Plan
+from mooncake_store.errors import ConfigError
+from mooncake_store.master import MasterProcess
+from mooncake_store.process import tail
+
+# Calls of this concurrency group reach the manager while it generates.
+_CONTROL = "control"
+# Seconds between looks at the parts while the job waits for one of them.
+_CHECK_SECONDS = 1.0
+# Seconds that the engines get to end, and that a dying engine gets to be seen dead.
+_ABANDON_SECONDS = 8.0
+_DYING_SECONDS = 5.0
+
+
+class PartFailed(RuntimeError):
+    """A part of a running job failed; the message says which, why, and where its log is."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """An actor of the job. name: what messages call it. log: what its process prints."""
+
+    name: str
+    actor: Any
+    log: Path
+
+
+class Parts:
+    """Everything a job has started. Calls wait for their results and look after all parts meanwhile."""
+
+    def __init__(
+        self, master: MasterProcess | None, cluster: LocalCluster, manager: Part, trainers: list[Part]
+    ) -> None:
+        self._master, self._cluster = master, cluster
+        self._manager, self._trainers = manager, trainers
+
+    @property
+    def manager(self) -> Any:
+        """The manager's handle, for trainers that call it themselves."""
+        return self._manager.actor
+
+    def each(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method on every trainer at once; the results in rank order."""
+        return self.wait([self.start(part, method, *arguments) for part in self._trainers])
+
+    def each_with(self, method: str, *arguments: list[Any]) -> list[Any]:
+        """Like `each`, every argument being a list with one item per rank."""
+        return self.wait(
+            [self.start(part, method, *own) for part, *own in zip(self._trainers, *arguments, strict=True)]
+        )
+
+    def managed(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the manager."""
+        return self.wait([self.start(self._manager, method, *arguments)])[0]
+
+    def start(self, part: Part, method: str, *arguments: Any) -> tuple[Part, Any]:
+        """Call a method without waiting; `wait` takes what this returns."""
+        return part, getattr(part.actor, method).remote(*arguments)
+
+    def start_managed(self, method: str, *arguments: Any) -> tuple[Part, Any]:
+        return self.start(self._manager, method, *arguments)
+
+    def start_first(self, method: str, *arguments: Any) -> tuple[Part, Any]:
+        """Call a method of trainer rank 0 without waiting."""
+        return self.start(self._trainers[0], method, *arguments)
+
+    def wait(self, calls: list[tuple[Part, Any]]) -> list[Any]:
+        """Results of started calls, in order. The first failure is raised at once: the other ranks may wait for the
+        failed one in a collective, and would hold the job until that times out.
+
+        Raises:
+            PartFailed: a part ended, or raised.
+            ConfigError: a part raised it.
+        """
+        import ray
+
+        pending = {reference: part for part, reference in calls}
+        while pending:
+            ready, _ = ray.wait(list(pending), timeout=_CHECK_SECONDS)
+            if not ready:
+                self._check_processes()
+            for reference in ready:
+                part = pending.pop(reference)
+                try:
+                    ray.get(reference)
+                except ray.exceptions.RayError as error:
+                    self._explain(part, error)
+        results: list[Any] = ray.get([reference for _, reference in calls])
+        return results
+
+    def close(self) -> None:
+        """Let every actor leave in order: the trainers' group and the store first, then the engines."""
+        self.each("close")
+        self.managed("close")
+
+    def abandon(self) -> None:
+        """End the actors and the engines without waiting for what they do: a part may hang because another failed."""
+        import ray
+
+        for part in self._trainers:
+            ray.kill(part.actor)
+        # If the manager is gone as well, the engines' guards have seen it and end them.
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.get(self._control("stop_engines"), timeout=_ABANDON_SECONDS)
+        ray.kill(self.manager)
+
+    def _control(self, method: str, *arguments: Any) -> Any:
+        return getattr(self.manager, method).options(concurrency_group=_CONTROL).remote(*arguments)
+
+    def _check_processes(self) -> None:
+        """Raise for a master or a process of Ray's that has ended; whoever waits for it may never hear of it."""
+        try:
+            if self._master is not None:
+                self._master.check()
+            self._cluster.check()
+        except Exception as error:
+            raise PartFailed(str(error)) from error
+
+    def _explain(self, part: Part, error: Exception) -> None:
+        """Raise what was behind `error`: the first part that is dead, else what this one raised."""
+        import ray
+
+        cause = getattr(error, "cause", None) or error  # Ray wraps what a part raised
+        self._check_processes()
+        self._check_engines(_DYING_SECONDS if isinstance(cause, EngineError) else 0.0)
+        if isinstance(error, ray.exceptions.RayActorError):
+            raise PartFailed(f"{part.name} ended; its log {part.log} ends:\n{tail(part.log)}") from error
+        if isinstance(cause, ConfigError):
+            raise cause from error
+        raise PartFailed(f"{part.name}: {type(cause).__name__}: {cause}; its log: {part.log}") from error
+
+    def _check_engines(self, patience: float) -> None:
+        """Raise for an engine that has ended, or ends within `patience` seconds."""
+        import ray
+
+        unreachable = (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError)
+        with contextlib.suppress(*unreachable):
+            try:
+                ray.get(self._control("check_engines", patience), timeout=patience + _ABANDON_SECONDS)
+            except ray.exceptions.RayTaskError as error:
+                raise PartFailed(str(getattr(error, "cause", None) or error)) from error
+
+
+@contextlib.contextmanager
+def start_parts(
+    config: TrainConfig,
+    plan: Plan,
+    run_id: str,
+    directory: Path,
+    checkpoint: Callable[[], Path],
+    say: Callable[[str], None],
+) -> Iterator[tuple[Parts, Path]]:
+    """Start the parts of a job; at exit, end them in the opposite order.
+
+    Args:
+        checkpoint: makes or finds the Hugging Face directory that the engines serve and the trainers start from;
+            called when the cluster is up, since it may take minutes.
+        say: told what has come up.
+
+    Raises:
+        PartFailed, ConfigError, StoreUnavailable.
+    """
+    with contextlib.ExitStack() as stack:
+        master = None
+        if plan.own_master:
+            master = stack.enter_context(MasterProcess(log=directory / "logs" / "mooncake_master.log"))
+            say(f"mooncake_master at {master.address}")
+        cluster = stack.enter_context(local_cluster(plan.rollout_node, plan.trainer_nodes))
+        say(f"Ray: a rollout node and {len(plan.trainer_nodes)} trainer node{'s'[: len(plan.trainer_nodes) > 1]}")
+        start_from = checkpoint()
+        say("starting the trainers and SGLang, which takes about half a minute")
+        parts = Parts(master, cluster, _manager(plan, directory), _trainers(config, plan, run_id, directory))
+        try:
+            _connect(parts, master.address if master else None, config, plan, run_id, directory, start_from, say)
+            yield parts, start_from
+            parts.close()
+        finally:
+            parts.abandon()
+
+
+def _manager(plan: Plan, directory: Path) -> Part:
+    import ray
+
+    from miles_plugin.rollout.actor import RolloutManagerActor
+
+    log = directory / "logs" / "rollout-manager.log"
+    actor = (
+        ray.remote(concurrency_groups={_CONTROL: 1})(RolloutManagerActor)
+        .options(resources={ROLLOUT_NODE: 1}, num_cpus=1, num_gpus=len(plan.rollout_node.gpus))
+        .remote(log)
+    )
+    return Part("the rollout manager", actor, log)
+
+
+def _trainers(config: TrainConfig, plan: Plan, run_id: str, directory: Path) -> list[Part]:
+    import ray
+
+    from miles_plugin.training.actor import TrainerActor
+
+    parts = []
+    per_node = config.actor_num_gpus_per_node
+    for rank in range(config.world_size):
+        node = rank // per_node
+        log = directory / "logs" / f"trainer-{rank}.log"
+        actor = (
+            ray.remote(TrainerActor)
+            .options(
+                resources={trainer_node(node): 1 / per_node},
+                num_cpus=1,
+                num_gpus=1 if plan.trainer_nodes[node].gpus else 0,
+                runtime_env={"env_vars": {"LOCAL_RANK": str(rank % per_node)}},
+            )
+            .remote(log, config, run_id, rank, LOOPBACK)
+        )
+        parts.append(Part(f"trainer rank {rank}", actor, log))
+    return parts
+
+
+def _connect(
+    parts: Parts,
+    master: str | None,
+    config: TrainConfig,
+    plan: Plan,
+    run_id: str,
+    directory: Path,
+    checkpoint: Path,
+    say: Callable[[str], None],
+) -> None:
+    # The trainers' segments must be mounted before the manager puts, so they join the store first.
+    devices = parts.each("open_store", master)
+    if warning := devices_differ(config.mooncake_store_init_kwargs.get("device_name"), devices):
+        say(warning)
+    parts.managed("set_up", config, master, run_id, directory)
+    engines = parts.start_managed("start_engines", checkpoint, LOOPBACK, plan.rollout_node.gpus)
+    (port,) = parts.wait([parts.start_first("rendezvous_port")])
+    parts.each("join", LOOPBACK, port)
+    parts.wait([engines])
+    parts.each("connect_engines", parts.managed("engines"))
+    say("SGLang serves; the trainers and the engines share a process group")
+
+
+def devices_differ(device_name: str | None, devices: list[list[str]]) -> str | None:
+    """A warning when one `device_name` is given for nodes whose RDMA devices are not the same; None otherwise.
+
+    Args:
+        device_name: of `mooncake_store_init_kwargs`, which every process reads.
+        devices: names of the RDMA devices that each process sees.
+    """
+    kinds = sorted({", ".join(names) or "none" for names in devices})
+    if not device_name or len(kinds) < 2:
+        return None
+    return (
+        f"warning: mooncake_store_init_kwargs names device_name={device_name!r} for all nodes, but their RDMA devices "
+        f"differ ({' | '.join(kinds)}); leave it out and set MOONCAKE_DEVICE on each node"
+    )

@@ -1,0 +1,18 @@
+"""The rollout manager as a Ray actor: the same class, with its output in a file of its own."""
+
+from pathlib import Path
+
+from miles_plugin.arguments import TrainConfig
+from miles_plugin.logs import redirect_output
+from miles_plugin.rollout.manager import RolloutManager
+
+
+class RolloutManagerActor(RolloutManager):
+    """Made in two steps: what fails in an actor's constructor reaches the caller as text, in a method with its type."""
+
+    def __init__(self, log: Path) -> None:
+        redirect_output(log)
+
+    def set_up(self, config: TrainConfig, master: str | None, run_id: str, run_dir: Path) -> None:
+        """The constructor of RolloutManager, for all trainer ranks."""
+        super().__init__(config, master, run_id, run_dir, config.world_size)

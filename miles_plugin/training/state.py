@@ -1,0 +1,58 @@
+"""A trainer's state on disk: model, optimizer, scheduler and RNG, by torch.distributed.checkpoint.
+
+Sharded: every rank writes and reads its part, and a checkpoint may be loaded by another number of ranks.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+
+def save_state(
+    directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LRScheduler
+) -> None:
+    """Write the state into `directory`, synced to the disk; collective."""
+    save(_state(model, optimizer, scheduler), checkpoint_id=directory)
+
+
+def load_state(
+    directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LRScheduler
+) -> None:
+    """Read back what `save_state` wrote, in place; collective.
+
+    A rank that the saving job did not have keeps the RNG it was seeded with.
+    """
+    state = _state(model, optimizer, scheduler)
+    saved = FileSystemReader(directory).read_metadata().state_dict_metadata
+    if not any(name.startswith(f"{_rng_key()}.") for name in saved):
+        del state[_rng_key()]
+    load(state, checkpoint_id=directory)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    scheduler.load_state_dict({**state["scheduler"], "lr_lambdas": [None]})
+    if _rng_key() in state:
+        torch.set_rng_state(state[_rng_key()]["cpu"])
+        if "cuda" in state[_rng_key()]:
+            torch.cuda.set_rng_state(state[_rng_key()]["cuda"])
+
+
+def _rng_key() -> str:
+    return f"rng_of_rank_{dist.get_rank()}"
+
+
+def _state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LRScheduler
+) -> dict[str, Any]:
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    rng = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        rng["cuda"] = torch.cuda.get_rng_state()
+    # What a LambdaLR holds besides its numbers is the function, which the settings give again.
+    numbers = {name: value for name, value in scheduler.state_dict().items() if name != "lr_lambdas"}
+    return {"model": model_state, "optimizer": optimizer_state, "scheduler": numbers, _rng_key(): rng}
