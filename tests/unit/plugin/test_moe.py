@@ -81,6 +81,13 @@ def test_experts_of_a_dense_policy_are_refused_and_it_is_named(tmp_path: Path) -
         check_routed_experts(load_config(allowed))
 
 
+def test_the_job_that_is_shipped_trains_experts_and_returns_them() -> None:
+    config = load_config(["--config", str(Path(__file__).parents[3] / "configs" / "moe.yaml")])
+    assert config.tiny_num_experts > 2
+    assert config.return_routed_experts
+    check_routed_experts(config)
+
+
 def test_routed_experts_are_decoded_in_their_shape() -> None:
     experts = np.random.default_rng(0).integers(0, 8, (5, 3, 2), dtype=np.int32)
     decoded = decode(response(experts), 6, ROUTING)
