@@ -21,6 +21,7 @@ class EngineSpec:
 
     model: Hugging Face checkpoint directory.
     host: address to listen on. gpus: CUDA device ids, empty on a CPU. seed: of sampling.
+    return_routed_experts: record which experts each token was sent to; the model must have experts.
     """
 
     model: Path
@@ -28,6 +29,7 @@ class EngineSpec:
     gpus: Sequence[int]
     seed: int
     log: Path
+    return_routed_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ def command(spec: EngineSpec, port: int) -> list[str]:
         flags += ["--tp", str(len(spec.gpus))]
     else:
         flags += ["--max-total-tokens", str(CPU_CACHE_TOKENS)]
+    if spec.return_routed_experts:
+        flags.append("--enable-return-routed-experts")
     return [sys.executable, "-m", module, *flags]
 
 

@@ -32,9 +32,16 @@ class SGLangEngine:
         except httpx.TransportError:
             return False
 
-    def generate(self, input_ids: Sequence[Sequence[int]], sampling_params: dict[str, Any]) -> list[dict[str, Any]]:
-        """One response per prompt of token ids, in order: `output_ids` and `meta_info` with log-probs and versions."""
-        body = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True}
+    def generate(
+        self, input_ids: Sequence[Sequence[int]], sampling_params: dict[str, Any], return_routed_experts: bool = False
+    ) -> list[dict[str, Any]]:
+        """One response per prompt of token ids, in order: `output_ids` and `meta_info` with log-probs and versions.
+
+        With `return_routed_experts`, which the server must be started for, also what `routed_experts.decode` reads.
+        """
+        body: dict[str, Any] = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True}
+        if return_routed_experts:
+            body["return_routed_experts"] = True
         responses = self._post("/generate", body)
         if not isinstance(responses, list) or len(responses) != len(input_ids):
             raise EngineError(f"{self.url}/generate: {len(input_ids)} prompts sent, got {str(responses)[:200]}")

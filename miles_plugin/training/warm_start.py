@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from miles_plugin.arguments import PolicyArguments, TrainConfig
@@ -78,10 +78,10 @@ def _cache_key(config: TrainConfig) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def _train(config: TrainConfig, report: Callable[[str], None]) -> tuple[Qwen3ForCausalLM, dict[str, float]]:
+def _train(config: TrainConfig, report: Callable[[str], None]) -> tuple[PreTrainedModel, dict[str, float]]:
     task = Task(config.task, config.task_kwargs, config.held_out_size, config.seed)
     tokenizer = build_tokenizer()
-    model = build_model(config.tiny_hidden_size, config.tiny_num_layers, config.seed)
+    model = build_model(config.tiny_hidden_size, config.tiny_num_layers, config.seed, config.tiny_num_experts)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.warm_start_lr, betas=(0.9, 0.95), weight_decay=0.01)
     validation = task.validation(_VALIDATION_SIZE)
     items = task.warm_start()
@@ -108,7 +108,7 @@ def _train(config: TrainConfig, report: Callable[[str], None]) -> tuple[Qwen3For
     )
 
 
-def _answer_loss(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, items: Sequence[Item]) -> torch.Tensor:
+def _answer_loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, items: Sequence[Item]) -> torch.Tensor:
     prompts = [tokenizer.encode(item.question, add_special_tokens=False) for item in items]
     answers = [[*tokenizer.encode(item.answer, add_special_tokens=False), tokenizer.eos_token_id] for item in items]
     longest = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
@@ -125,7 +125,7 @@ def _answer_loss(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, it
 
 @torch.no_grad()
 def _greedy_accuracy(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, task: Task, items: Sequence[Item], max_new_tokens: int
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, task: Task, items: Sequence[Item], max_new_tokens: int
 ) -> float:
     correct = 0
     for prompts, chosen in _by_length(tokenizer, items):

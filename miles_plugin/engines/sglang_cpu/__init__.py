@@ -7,6 +7,6 @@ with a GPU, where `sglang.launch_server` itself is used, never meets this code.
 
     stubs.py        import-only stand-ins for triton and torchvision, and the finder that serves them
     sgl_kernel.py   the one kernel a CPU run reaches, in torch; every other name raises when called
-    hooks.py        two functions of SGLang that assume CUDA memory, replaced through SGLang's own hook registry
+    hooks.py        functions of SGLang that assume CUDA memory, replaced through SGLang's own hook registry
     server.py       the entry point
 """

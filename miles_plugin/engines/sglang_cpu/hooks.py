@@ -1,4 +1,4 @@
-"""Two functions of SGLang 0.5.23 that assume CUDA memory, replaced through SGLang's own hook registry."""
+"""Functions of SGLang 0.5.23 that assume CUDA memory, replaced through SGLang's own hook registry."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +24,10 @@ def _iterate_chunks(comparable: Any) -> Iterator[tuple[Any, None]]:
     yield comparable.tensor.reshape(-1), None
 
 
+def _pin_memory(_buffer: Any, _granularity: int | None = None) -> None:
+    """Leave a host buffer as it is; the original registers it with CUDA (that of the routed experts, on a CPU)."""
+
+
 def register() -> None:
     """Queue the replacements; SGLang applies them in `load_plugins()`, which every one of its processes calls."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -31,5 +35,6 @@ def register() -> None:
     for target, replacement in (
         ("sglang.srt.model_loader.remote_instance_weight_loader_utils.register_memory_region_v2", _register_parameters),
         ("sglang.srt.utils.weight_checker_comparator.RawComparable.iter_chunks", _iterate_chunks),
+        ("sglang.srt.mem_cache.pool_host.common._cuda_host_register", _pin_memory),
     ):
         HookRegistry.register(target, replacement, HookType.REPLACE)

@@ -16,8 +16,8 @@ from miles_plugin.training.tiny_policy import build_model, build_tokenizer, save
 HIDDEN, LAYERS = 64, 2
 
 
-def make_checkpoint(directory: Path, seed: int) -> Path:
-    model = build_model(HIDDEN, LAYERS, seed)
+def make_checkpoint(directory: Path, seed: int, num_experts: int = 0) -> Path:
+    model = build_model(HIDDEN, LAYERS, seed, num_experts)
     with torch.no_grad():  # larger weights give peaked distributions, whose greedy choice survives bfloat16
         for parameter in model.parameters():
             if parameter.dim() > 1:
