@@ -5,6 +5,7 @@ gets a PartFailed that names the part, the path of its log and the log's last li
 """
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,7 @@ class Parts:
     ) -> None:
         self._master, self._cluster = master, cluster
         self._manager, self._trainers = manager, trainers
+        self._checked_at = time.monotonic()
 
     @property
     def manager(self) -> Any:
@@ -92,7 +94,8 @@ class Parts:
         pending = {reference: part for part, reference in calls}
         while pending:
             ready, _ = ray.wait(list(pending), timeout=_CHECK_SECONDS)
-            if not ready:
+            # Also when calls are answered: actors go on for a while without their raylet (ray 2.60).
+            if time.monotonic() > self._checked_at + _CHECK_SECONDS:
                 self._check_processes()
             for reference in ready:
                 part = pending.pop(reference)
@@ -124,6 +127,7 @@ class Parts:
 
     def _check_processes(self) -> None:
         """Raise for a master or a process of Ray's that has ended; whoever waits for it may never hear of it."""
+        self._checked_at = time.monotonic()
         try:
             if self._master is not None:
                 self._master.check()
@@ -139,21 +143,26 @@ class Parts:
         self._check_processes()
         self._check_engines(_DYING_SECONDS if isinstance(cause, EngineError) else 0.0)
         if isinstance(error, ray.exceptions.RayActorError):
-            raise PartFailed(f"{part.name} ended; its log {part.log} ends:\n{tail(part.log)}") from error
+            raise self._ended(part) from error
         if isinstance(cause, ConfigError):
             raise cause from error
         raise PartFailed(f"{part.name}: {type(cause).__name__}: {cause}; its log: {part.log}") from error
 
     def _check_engines(self, patience: float) -> None:
-        """Raise for an engine that has ended, or ends within `patience` seconds."""
+        """Raise for the manager or an engine that has ended, or ends within `patience` seconds."""
         import ray
 
-        unreachable = (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError)
-        with contextlib.suppress(*unreachable):
+        with contextlib.suppress(ray.exceptions.GetTimeoutError):
             try:
                 ray.get(self._control("check_engines", patience), timeout=patience + _ABANDON_SECONDS)
+            except ray.exceptions.RayActorError as error:  # the engines ended with their manager
+                raise self._ended(self._manager) from error
             except ray.exceptions.RayTaskError as error:
                 raise PartFailed(str(getattr(error, "cause", None) or error)) from error
+
+    @staticmethod
+    def _ended(part: Part) -> PartFailed:
+        return PartFailed(f"{part.name} ended; its log {part.log} ends:\n{tail(part.log)}")
 
 
 @contextlib.contextmanager
