@@ -133,6 +133,8 @@ def pack(values: Sequence[Any], dtype: np.dtype[Any]) -> Array:
         OverflowError: a number outside the range of dtype.
         TypeError: something that is not a number of dtype's kind (a float for an int dtype, None, text).
     """
+    if dtype.names is not None:
+        return cast(pack(values, np.dtype("<f8")), dtype)
     with suppress(*_MISFIT):
         return _packed(values, dtype)
     for position, value in enumerate(values):
@@ -140,7 +142,7 @@ def pack(values: Sequence[Any], dtype: np.dtype[Any]) -> Array:
             _packed([value], dtype)
         except _MISFIT:
             where = f"element {position} ({value!r:.80})"
-            if (dtype.kind in "iufcV" and isinstance(value, int)) or (dtype.kind in "fcV" and isinstance(value, float)):
+            if (dtype.kind in "iufc" and isinstance(value, int)) or (dtype.kind in "fc" and isinstance(value, float)):
                 raise OverflowError(f"{where} does not fit {name_of(dtype)}") from None
             problem = f"is a {type(value).__name__}, not a number that {name_of(dtype)} can hold"
             raise TypeError(f"{where} {problem}") from None
@@ -162,8 +164,6 @@ def _packed(values: Sequence[Any], dtype: np.dtype[Any]) -> Array:
             return np.array(values, dtype=dtype)
         case "c" if all(map(is_number, values)):
             return cast(np.array(values, dtype="<c16"), dtype)
-        case "V":
-            return cast(_packed(values, np.dtype("<f8")), dtype)
     raise TypeError
 
 

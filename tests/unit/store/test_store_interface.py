@@ -13,6 +13,7 @@ from mooncake_store import (
     BatchRef,
     ConfigError,
     IntegrityError,
+    MissingDependency,
     ObjectNotFound,
     ObjectStore,
     StoreClosed,
@@ -186,10 +187,40 @@ def test_replica_num(replica_num: Any) -> None:
         open_store("mooncake", replica_num=replica_num)
 
 
-@pytest.mark.parametrize("run_id", ["", "a/b", "-x", "x" * 200, "a b"])
-def test_run_id(run_id: str) -> None:
+@pytest.mark.parametrize("run_id", ["", "a/b", "-x", "x" * 200, "a b", 7, b"x"])
+def test_run_id(run_id: Any) -> None:
     with pytest.raises(ConfigError, match="run_id"):
         open_store("mooncake", run_id=run_id)
+
+
+@pytest.mark.parametrize("backend", ["mooncake", "ray"])
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"init_kwargs": "a string"}, "init_kwargs = 'a string' is a str.*mapping"),
+        ({"init_kwargs": [("protocol", "tcp")]}, "init_kwargs.*list.*mapping"),
+        ({"init_kwargs": {1: 2}}, "init_kwargs has the key 1 of type int"),
+        ({"init_kwargs": {"protocol": "tcp", None: 2}}, "init_kwargs has the key None"),
+        ({"contribute_segment": "no"}, "contribute_segment = 'no'"),
+        ({"contribute_segment": 1}, "contribute_segment = 1"),
+    ],
+)
+def test_arguments_of_a_wrong_type(backend: str, arguments: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        open_store(backend, **arguments)
+
+
+@pytest.mark.parametrize("backend", [None, 5, ["ray"], b"ray"])
+def test_a_backend_is_a_name(backend: Any) -> None:
+    with pytest.raises(ConfigError, match=r"backend .* is a .*ray, mooncake"):
+        open_store(backend)
+
+
+def test_a_backend_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = EntryPoint("broken", "no_such_module:open", backends.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(backends, "entry_points", lambda **wanted: EntryPoints([entry]).select(**wanted))
+    with pytest.raises(MissingDependency, match=r"'broken' .*no_such_module:open"):
+        open_store("broken")
 
 
 @pytest.fixture
@@ -225,7 +256,8 @@ def test_a_third_party_backend(
     store = open_store("memory", {"key": "value"}, replica_num=2, contribute_segment=asked)
     carrier = store._carrier
     assert isinstance(carrier, Memory)
-    assert carrier.options == BackendOptions(store.run_id, {"key": "value"}, 2, contributes)
+    assert carrier.options == BackendOptions(store.run_id, {"key": "value"}, 2, asked)
+    assert carrier.options.contributes == contributes
     assert store.get(store.put(BATCH), as_lists=True).value == BATCH
     with pytest.raises(ConfigError, match="ray, mooncake, memory"):
         open_store("absent")
