@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -107,17 +108,7 @@ def tree_reader(leaves: Bytes) -> Callable[[Any], Any]:
     The returned function raises IntegrityError for bytes that `TreeWriter.pack` cannot have written.
     """
 
-    def extension(code: int, data: memoryview) -> Any:
-        if code == TUPLE:
-            items = decoder.decode(data)
-            if type(items) is not list:
-                raise IntegrityError("a packed tuple does not hold an array")
-            return tuple(items)
-        if code == ARRAY:
-            return _view(leaves, _leaf_decoder.decode(data))
-        raise IntegrityError(f"unknown extension type {code} in a packed value")
-
-    decoder = msgspec.msgpack.Decoder(ext_hook=extension)
+    decoder = msgspec.msgpack.Decoder(ext_hook=partial(_extension, leaves))
 
     def read(blob: Any) -> Any:
         try:
@@ -128,6 +119,18 @@ def tree_reader(leaves: Bytes) -> Callable[[Any], Any]:
             raise IntegrityError(f"a packed value cannot be read: {error}") from error
 
     return read
+
+
+def _extension(leaves: Bytes, code: int, data: memoryview) -> Any:
+    if code == TUPLE:
+        # A decoder of its own: one that its hook knew would be a cycle, and hold the memory until a collection.
+        items = msgspec.msgpack.decode(data, ext_hook=partial(_extension, leaves))
+        if type(items) is not list:
+            raise IntegrityError("a packed tuple does not hold an array")
+        return tuple(items)
+    if code == ARRAY:
+        return _view(leaves, _leaf_decoder.decode(data))
+    raise IntegrityError(f"unknown extension type {code} in a packed value")
 
 
 def _view(leaves: Bytes, leaf: _Leaf) -> Any:

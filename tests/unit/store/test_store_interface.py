@@ -76,6 +76,16 @@ def test_put_and_get(store: ObjectStore) -> None:
     assert list(store.get(ref, fields=["rollout_ids"], rows=[1]).value["rollout_ids"]) == [8]
 
 
+def test_no_view_can_be_made_writable(store: ObjectStore, carrier: Memory) -> None:
+    batch = {**BATCH, "dense": np.ones((2, 3)), "tree": [{"a": np.ones(2)}, None]}
+    ref = store.put(batch)
+    carrier.objects[ref.key].flags.writeable = True  # what a backend's buffer is, once its owner says so
+    got = store.get(ref).value
+    for array in (*got["tokens"], got["rollout_ids"], got["dense"][0], got["tree"][0]["a"], got["dense"][:, 1:]):
+        with pytest.raises(ValueError, match="WRITEABLE"):
+            array.flags.writeable = True
+
+
 def test_put_takes_specs(store: ObjectStore) -> None:
     ref = store.put({"x": [[1], [2]]}, {"x": ValueSpec("typed_ragged", "uint8")})
     assert store.get(ref).value["x"][0].dtype == np.uint8
@@ -119,7 +129,11 @@ def test_context_manager_closes(carrier: Memory) -> None:
 
 
 def test_nothing_is_stored_when_a_value_is_refused(store: ObjectStore, carrier: Memory) -> None:
-    for bad in ({"tokens": [[1], [object()]]}, {"tokens": [[1]], "weight_versions": [["v1"]]}):
+    for bad in (
+        {"tokens": [[1], [object()]]},
+        {"tokens": [[1]], "weight_versions": [["v1"]]},
+        {"tokens": [[1]], "rollout_ids": ["one"]},
+    ):
         with pytest.raises(TypeError, match="row"):
             store.put(bad)
     assert not carrier.objects

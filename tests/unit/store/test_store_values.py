@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import warnings
+import weakref
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,23 @@ def test_everything_comes_back_equal(name: str) -> None:
     assert plain(as_lists(got)["x"]) == plain(case.expected) or "nan" in repr(plain(case.expected))
     if case.lists is not None:
         assert as_lists(got)["x"] == case.lists
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_was_read_lets_go_of_its_memory_at_once(name: str) -> None:
+    """Without a collection: in the store the memory is a buffer that the next get waits for."""
+    case = CASES[name]
+    data = stored({"tokens": TOKENS, "x": case.values}, {"x": case.spec} if case.spec else None)
+    gone = weakref.ref(data)
+    gc.disable()
+    try:
+        got = decode(data.data)
+        del data
+        assert gone() is not None
+        del got
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_tensors_are_the_readers_own() -> None:
