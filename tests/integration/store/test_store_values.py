@@ -69,6 +69,13 @@ def test_empty_batches(store: ObjectStore, batch: dict[str, Any]) -> None:
     store.remove(ref)
 
 
+def test_a_stored_batch_is_among_the_keys(stores: dict[str, ObjectStore], master: MasterProcess) -> None:
+    ref = stores["mooncake"].put({"tokens": TOKENS})
+    assert ref.key in keys(master)
+    stores["mooncake"].remove(ref)
+    assert ref.key not in keys(master)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], ValueSpec | None, type[Exception]]] = {
     **{name: ({"x": [None, value, None]}, None, TypeError) for name, value in UNSUPPORTED.items()},
     **{f"{name} inside": ({"x": [None, {"a": (value,)}, {}]}, None, TypeError) for name, value in UNSUPPORTED.items()},
