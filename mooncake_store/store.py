@@ -100,11 +100,14 @@ class ObjectStore:
     ) -> GetResult:
         """Read a batch, or some of its columns and rows. Every byte returned was checked against the ref's digest.
 
+        Numbers come back as read-only numpy views, whichever types carried them in; bfloat16 and float8, which numpy
+        lacks, as torch tensors, which are copies of the caller's own.
+
         Args:
             ref: what `put` returned, here or in another process.
             fields: columns to return, in this order; None for all.
             rows: a slice or row numbers; None for all. Values that describe the whole batch ignore it.
-            as_lists: numeric columns as Python lists instead of read-only numpy views.
+            as_lists: numeric columns as Python lists instead.
 
         Raises:
             ObjectNotFound, ObjectLost: the batch was removed, or died with its owner.
@@ -112,6 +115,7 @@ class ObjectStore:
             StoreUnavailable, StoreFull: the backend cannot be reached, or this process holds too many results.
             StoreClosed: the store was closed.
             KeyError, IndexError: a column or row that the batch does not have.
+            MissingDependency: a column of bfloat16 or float8 where torch is not installed.
         """
         self._check_open()
         self._check_ref(ref)
