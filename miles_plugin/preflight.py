@@ -10,9 +10,10 @@ from miles_plugin.cluster import NodeSpec
 from miles_plugin.object_store import open_rollout_store
 from miles_plugin.rollout.task import Task
 from mooncake_store.client import load_mooncake
-from mooncake_store.config import resolve
+from mooncake_store.config import MASTER_VARIABLE, MISTAKEN_MASTER_VARIABLE, fit_to_host, resolve
 from mooncake_store.errors import ConfigError
 from mooncake_store.master import find_master
+from mooncake_store.memory import memory_limit
 
 # Stands for the address of a master that the job will start, while the other settings are checked.
 _PENDING_MASTER = "127.0.0.1:1"
@@ -77,9 +78,13 @@ def _check_store(config: TrainConfig) -> bool:
     if config.object_store_backend != "mooncake":
         return False
     kwargs = config.mooncake_store_init_kwargs
-    own_master = not kwargs.get("master_server_address") and not os.environ.get("MOONCAKE_MASTER")
+    own_master = not kwargs.get("master_server_address") and not os.environ.get(MASTER_VARIABLE)
+    # Whoever set the variable that nobody reads meant a master; resolving without an address says so.
+    pending = own_master and not os.environ.get(MISTAKEN_MASTER_VARIABLE)
+    resolved = resolve({**kwargs, "master_server_address": _PENDING_MASTER} if pending else kwargs, os.environ)
+    fit_to_host(resolved, contributes=True)
+    _check_all_segments(config, resolved.global_segment_size)
     if own_master:
-        resolved = resolve({**kwargs, "master_server_address": _PENDING_MASTER}, os.environ)
         _check_own_segment(config, resolved.global_segment_size)
         load_mooncake()
         find_master()
@@ -87,6 +92,16 @@ def _check_store(config: TrainConfig) -> bool:
         # What accepts a connection may still be no master; joining shows it, and lends no memory.
         open_rollout_store(config, None, "preflight", contribute_segment=False).close()
     return own_master
+
+
+def _check_all_segments(config: TrainConfig, segment_bytes: int) -> None:
+    """Every trainer node of a local job lends a segment of the same machine's memory."""
+    limit, nodes = memory_limit(), config.actor_num_nodes
+    if nodes * segment_bytes >= limit.nbytes:
+        raise ConfigError(
+            f"actor_num_nodes={nodes} on one machine lend {nodes} x global_segment_size={segment_bytes} bytes; allowed: "
+            f"less than {limit.nbytes} bytes in all ({limit.source}); lower one of the two"
+        )
 
 
 def _check_own_segment(config: TrainConfig, segment_bytes: int) -> None:

@@ -1,14 +1,21 @@
-"""Numbers in, little-endian C-ordered numpy out: the only dtypes and the only conversions the transport knows."""
+"""Numbers in, little-endian C-ordered numpy out: the only dtypes and the only conversions the transport knows.
+
+Stored are the dtypes in DTYPES and datetime64 and timedelta64 of any unit. longdouble is not: its bytes differ from
+machine to machine under one name.
+"""
 
 from __future__ import annotations
 
+import re
 import struct
-import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from mooncake_store.tensors import TORCH_DTYPES, from_tensor, is_tensor, is_tensor_type, narrow, widen
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -18,15 +25,51 @@ _STRUCT = {
     "int8": "b", "uint8": "B", "int16": "h", "uint16": "H", "int32": "i", "uint32": "I", "int64": "q", "uint64": "Q",
     "float16": "e", "float32": "f", "float64": "d",
 }  # fmt: skip
-DTYPES = ("bool", *_STRUCT)
+DTYPES = ("bool", *_STRUCT, "complex64", "complex128", *TORCH_DTYPES)
+ALLOWED = f"allowed: {', '.join(DTYPES)}, datetime64[unit], timedelta64[unit]"
+_TIME = re.compile(r"(datetime|timedelta)64(\[\d*[A-Za-z]+\])?")
 _NATIVE = {bool: np.dtype("bool"), int: np.dtype("int64"), float: np.dtype("float64")}
+
+# kind of a dtype -> kinds of the dtypes that convert to it without losing a fraction or the number itself
+_CONVERTS = {"b": "b", "i": "biu", "u": "biu", "f": "biuf", "c": "biufc"}
+_MISFIT = (struct.error, OverflowError, TypeError, ValueError)
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    """Return the little-endian dtype called `name`; ValueError when it is not one of DTYPES."""
-    if name not in DTYPES:
-        raise ValueError(f"dtype {name!r} cannot be stored; allowed: {', '.join(DTYPES)}")
-    return np.dtype(name).newbyteorder("<")
+    """Return the little-endian dtype stored as `name`; ValueError when there is none."""
+    if name in TORCH_DTYPES:
+        return TORCH_DTYPES[name]
+    if name in DTYPES:
+        return np.dtype(name).newbyteorder("<")
+    if _TIME.fullmatch(name):
+        with suppress(TypeError, ValueError):
+            dtype: np.dtype[Any] = np.dtype(name)
+            if dtype.name == name:  # numpy accepts several spellings; one is stored
+                return dtype.newbyteorder("<")
+    raise ValueError(f"dtype {name!r} cannot be stored; {ALLOWED}")
+
+
+def name_of(dtype: np.dtype[Any]) -> str:
+    """Return the name under which `dtype` is stored, whatever its byte order.
+
+    Raises:
+        TypeError: it cannot be stored.
+    """
+    if dtype.names is not None:
+        name = "".join(dtype.names)
+        if name in TORCH_DTYPES and TORCH_DTYPES[name] == dtype:
+            return name
+        raise TypeError(f"a structured array of fields {', '.join(dtype.names)} cannot be stored; pass a column each")
+    if dtype.name in DTYPES or dtype.kind in "mM":
+        return dtype.name
+    if dtype.char in "gG":
+        raise TypeError(f"dtype {dtype} (longdouble) has other bytes on other machines; convert it to float64")
+    raise TypeError(f"dtype {dtype} cannot be stored; {ALLOWED}")
+
+
+def is_array(value: object) -> bool:
+    """Whether `value` is a numpy array or a torch tensor."""
+    return isinstance(value, np.ndarray) or is_tensor(value)
 
 
 def normalise(value: Any) -> Any:
@@ -35,37 +78,23 @@ def normalise(value: Any) -> Any:
     No copy is made of an array that is already little-endian and C-ordered.
 
     Raises:
-        TypeError: a dtype outside DTYPES, a tensor that is not in host memory, or a masked array.
+        TypeError: a dtype that cannot be stored, a tensor that `from_tensor` refuses, or a masked array.
     """
-    if not isinstance(value, np.ndarray):
-        torch = sys.modules.get("torch")  # a tensor can only exist when its caller has imported torch
-        if torch is None or not isinstance(value, torch.Tensor):
-            return value
-        value = _from_torch(value)
-    if isinstance(value, np.ma.MaskedArray):
+    if not is_array(value):
+        return value
+    array = value if isinstance(value, np.ndarray) else from_tensor(value)
+    if isinstance(array, np.ma.MaskedArray):
         raise TypeError("a masked array cannot be stored; pass its filled() array and its mask as two columns")
-    if value.dtype.kind in "OUS":
-        return value.tolist()
-    if value.dtype.name not in DTYPES:
-        raise TypeError(f"dtype {value.dtype} cannot be stored; {_advice(str(value.dtype))}")
-    return np.asarray(value, dtype=value.dtype.newbyteorder("<"), order="C").view(np.ndarray)
+    if array.dtype.kind in "OUST":
+        return array.tolist()
+    dtype = dtype_of(name_of(array.dtype))
+    return np.asarray(array, dtype=dtype, order="C").view(np.ndarray)
 
 
-def _from_torch(tensor: Any) -> Array:
-    if tensor.device.type != "cpu":
-        raise TypeError(f"a tensor on {tensor.device} cannot be stored; pass tensor.cpu()")
-    try:
-        array: Array = tensor.detach().numpy()
-    except (TypeError, RuntimeError) as error:  # bfloat16, float8, sparse, quantised: numpy has no such array
-        problem = f"a {tensor.layout} tensor of {tensor.dtype} cannot be stored"
-        raise TypeError(f"{problem}; {_advice(str(tensor.dtype))}") from error
-    return array
-
-
-def _advice(dtype: str) -> str:
-    if "bfloat16" in dtype:
-        return "numpy has no bfloat16: pass .float(), which is exact, or .view(int16) and view it back"
-    return f"allowed: {', '.join(DTYPES)}"
+def plain_scalar(value: np.generic) -> Any:
+    """Return the Python number, text or bytes that a numpy scalar is; the scalar itself when there is none."""
+    # item() of a datetime64 or timedelta64 in nanoseconds is a bare int, that of a void bare bytes.
+    return value.item() if value.dtype.kind in "biufSU" else value
 
 
 def infer(values: Sequence[Any]) -> Array | None:
@@ -78,14 +107,23 @@ def infer(values: Sequence[Any]) -> Array | None:
     """
     kinds = set(map(type, values))
     if any(issubclass(kind, np.generic) for kind in kinds):
-        if len(kinds) == 1 and values[0].dtype.name in DTYPES:
-            return np.array(values, dtype=values[0].dtype.newbyteorder("<"))
-        values = [value.item() if isinstance(value, np.generic) else value for value in values]
+        found = {value.dtype if isinstance(value, np.generic) else None for value in values}
+        scalar = found.pop() if len(found) == 1 else None
+        if scalar is not None and (scalar.name in DTYPES or scalar.kind in "mM"):
+            return np.array(values, dtype=scalar.newbyteorder("<"))
+        values = [plain_scalar(value) if isinstance(value, np.generic) else value for value in values]
         kinds = set(map(type, values))
     if len(kinds) != 1:
         return None
     dtype = _NATIVE.get(kinds.pop())
     return None if dtype is None else pack(values, dtype)
+
+
+def is_number(value: object) -> bool:
+    """Whether `value` is one number, of Python's or of numpy's."""
+    return isinstance(value, bool | int | float | complex | np.number | np.bool_) and not isinstance(
+        value, np.timedelta64
+    )
 
 
 def pack(values: Sequence[Any], dtype: np.dtype[Any]) -> Array:
@@ -95,32 +133,44 @@ def pack(values: Sequence[Any], dtype: np.dtype[Any]) -> Array:
         OverflowError: a number outside the range of dtype.
         TypeError: something that is not a number of dtype's kind (a float for an int dtype, None, text).
     """
-    code = _STRUCT.get(dtype.name)
-    try:
-        if code is not None:
-            # Twice as fast as np.array on Python numbers, and it refuses what does not fit instead of wrapping.
-            return np.frombuffer(struct.pack(f"<{len(values)}{code}", *values), dtype=dtype)
-        if all(isinstance(value, bool | np.bool_) for value in values):
-            return np.array(values, dtype=dtype)
-    except (struct.error, OverflowError, TypeError, ValueError):
-        pass
-    raise _misfit(values, dtype)
-
-
-def _misfit(values: Sequence[Any], dtype: np.dtype[Any]) -> Exception:
+    if dtype.names is not None:
+        return cast(pack(values, np.dtype("<f8")), dtype)
+    with suppress(*_MISFIT):
+        return _packed(values, dtype)
     for position, value in enumerate(values):
         try:
-            if dtype.kind == "b" and not isinstance(value, bool | np.bool_):
-                raise TypeError
-            if dtype.kind != "b":
-                struct.pack("<" + _STRUCT[dtype.name], value)
-        except (struct.error, OverflowError, TypeError, ValueError):
-            number = isinstance(value, int) or (dtype.kind == "f" and isinstance(value, float))
+            _packed([value], dtype)
+        except _MISFIT:
             where = f"element {position} ({value!r:.80})"
-            if number and dtype.kind != "b":
-                return OverflowError(f"{where} does not fit {dtype.name}")
-            return TypeError(f"{where} is a {type(value).__name__}, not a number that {dtype.name} can hold")
-    return TypeError(f"not a flat list of {dtype.name}")
+            if (dtype.kind in "iufc" and isinstance(value, int)) or (dtype.kind in "fc" and isinstance(value, float)):
+                raise OverflowError(f"{where} does not fit {name_of(dtype)}") from None
+            problem = f"is a {type(value).__name__}, not a number that {name_of(dtype)} can hold"
+            raise TypeError(f"{where} {problem}") from None
+    raise TypeError(f"not a flat list of {name_of(dtype)}")
+
+
+def _packed(values: Sequence[Any], dtype: np.dtype[Any]) -> Array:
+    code = _STRUCT.get(dtype.name)
+    if code is not None:
+        # struct takes whatever has __float__ for a float: a complex scalar without its imaginary part, a datetime64.
+        if code in "efd" and not all(map(_is_real, set(map(type, values)))):
+            raise TypeError
+        # Twice as fast as np.array on Python numbers, and it refuses what does not fit instead of wrapping.
+        return np.frombuffer(struct.pack(f"<{len(values)}{code}", *values), dtype=dtype)
+    match dtype.kind:
+        case "b" if all(isinstance(value, bool | np.bool_) for value in values):
+            return np.array(values, dtype=dtype)
+        case "m" | "M" if all(isinstance(value, np.generic) and value.dtype == dtype for value in values):
+            return np.array(values, dtype=dtype)
+        case "c" if all(map(is_number, values)):
+            return cast(np.array(values, dtype="<c16"), dtype)
+    raise TypeError
+
+
+def _is_real(kind: type) -> bool:
+    if issubclass(kind, np.generic):
+        return issubclass(kind, np.integer | np.floating | np.bool_) and not issubclass(kind, np.timedelta64)
+    return issubclass(kind, int | float) or is_tensor_type(kind)
 
 
 def cast(array: Array, dtype: np.dtype[Any]) -> Array:
@@ -128,23 +178,35 @@ def cast(array: Array, dtype: np.dtype[Any]) -> Array:
 
     Raises:
         OverflowError: a value outside the range of dtype.
-        TypeError: a conversion that would drop the fraction (float to int) or the number (anything to bool).
+        TypeError: a conversion that would drop the fraction (float to int), the number (anything to bool) or the
+            scale (anything to float8), or that changes the unit of a time.
     """
     if array.dtype == dtype:
         return array
-    if array.dtype.kind not in {"b": "b", "i": "biu", "u": "biu", "f": "biuf"}[dtype.kind]:
-        raise TypeError(f"an array of {array.dtype} cannot be stored as {dtype.name} without loss; convert it first")
-    if dtype.kind in "iu":
-        limits = np.iinfo(dtype)
+    given = array.dtype
+    if given.names is not None:
+        array = widen(array)
+    target = np.dtype("f4") if name_of(dtype) == "bfloat16" else dtype
+    if array.dtype.kind not in _CONVERTS.get(target.kind, ""):
+        raise TypeError(f"an array of {name_of(given)} cannot be stored as {name_of(dtype)} without loss; convert it")
+    if target.kind in "iu":
+        limits = np.iinfo(target)
         if array.size and array.dtype.kind != "b":
             low, high = int(array.min()), int(array.max())
             if low < limits.min or high > limits.max:
-                raise OverflowError(f"values from {low} to {high} do not fit {dtype.name}")
-        return array.astype(dtype)
+                raise OverflowError(f"values from {low} to {high} do not fit {name_of(dtype)}")
+        return array.astype(target)
+    if target.kind == "b":
+        return array.astype(target)
     with np.errstate(over="ignore"):
-        result = array.astype(dtype)
-    if dtype.kind == "f" and np.any(np.isinf(result) & np.isfinite(array)):
-        raise OverflowError(f"a value of magnitude {np.abs(array[np.isfinite(array)]).max()} does not fit {dtype.name}")
+        result = array.astype(target)
+    check = result
+    if target is not dtype:
+        result = narrow(result, name_of(dtype))
+        check = widen(result)
+    if np.any(np.isinf(check) & np.isfinite(array)):
+        magnitude = np.abs(array[np.isfinite(array)]).max()
+        raise OverflowError(f"a value of magnitude {magnitude} does not fit {name_of(dtype)}")
     return result
 
 

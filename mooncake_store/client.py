@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mooncake_store import codes
-from mooncake_store.config import MooncakeConfig
+from mooncake_store.addresses import unreachable
+from mooncake_store.bounded import bounded
+from mooncake_store.config import P2P_METADATA, MooncakeConfig
 from mooncake_store.errors import (
     ConfigError,
     IntegrityError,
@@ -137,11 +139,12 @@ class MooncakeClient:
         """Connect to the master and lend it `segment_bytes` of memory (0 lends none).
 
         Raises:
-            StoreUnavailable: no master answers there; nothing was imported, allocated or mounted before the probe.
+            StoreUnavailable: no master, or no metadata server, answers there; nothing was imported, allocated or
+                mounted before the probe.
             MissingDependency, ConfigError: see `load_mooncake`.
         """
         limits = limits or Limits()
-        probe_master(config.master_server_address, limits.probe)
+        _probe(config, limits.probe)
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         module = load_mooncake()
@@ -155,17 +158,17 @@ class MooncakeClient:
             "rdma_devices": config.device_name,
             "master_server_addr": config.master_server_address,
         }
-        code = _bounded(lambda: int(native.setup(settings)), limits.setup)
+        code = bounded(lambda: int(native.setup(settings)), limits.setup, "mooncake setup")
         if code == codes.INVALID_PARAMS and segment_bytes:
-            raise ConfigError(
-                f"global_segment_size = {segment_bytes} bytes: Mooncake could not lend so much memory; allowed: what "
-                f"this host has free",
+            raise config.settings["global_segment_size"].complain(
+                f"Mooncake could not lend {segment_bytes} bytes of memory; allowed: what this host has free"
             )
         if code is None or code != codes.OK:
             answer = f"no answer in {limits.setup:g} s" if code is None else f"setup answered {code}"
             raise StoreUnavailable(
                 f"what listens at {config.master_server_address!r} does not serve as a Mooncake master ({answer}); "
-                f"check master_server_address, local_hostname {config.local_hostname!r} and the master's log",
+                f"check master_server_address (from {config.settings['master_server_address'].source}), local_hostname "
+                f"{config.local_hostname!r}, metadata_server {config.metadata_server!r} and the master's log",
                 code=code,
             )
         return cls(native, module.ReplicateConfig, config.master_server_address, limits)
@@ -313,25 +316,13 @@ class MooncakeClient:
         return "this is not expected: report it with the master's log"
 
 
-def _bounded(call: Callable[[], int], seconds: float) -> int | None:
-    """Run `call` and return its result, or None when it takes longer; its exceptions are raised here."""
-    outcome: list[int | BaseException] = []
-
-    def run() -> None:
-        try:
-            outcome.append(call())
-        except BaseException as error:
-            outcome.append(error)
-
-    # A daemon: a setup that never returns must not keep the process from ending.
-    thread = threading.Thread(target=run, name="mooncake setup", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not outcome:
-        return None
-    if isinstance(outcome[0], BaseException):
-        raise outcome[0]
-    return outcome[0]
+def _probe(config: MooncakeConfig, seconds: float) -> None:
+    probe_master(config.master_server_address, seconds, config.settings["master_server_address"].source)
+    if config.metadata_server != P2P_METADATA:
+        reasons = unreachable(config.metadata_server, seconds)
+        if reasons is not None:
+            complaint = config.settings["metadata_server"].complain(f"no metadata server answers there ({reasons})")
+            raise StoreUnavailable(f"{complaint}; start it, or use {P2P_METADATA!r}, which needs none")
 
 
 def _let_child_end(client: weakref.ref[MooncakeClient]) -> Callable[[], None]:

@@ -11,15 +11,28 @@ Rules, in this order:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from mooncake_store.arrays import DTYPES, Array, cast, infer, normalise, pack
+from mooncake_store.arrays import (
+    ALLOWED,
+    Array,
+    cast,
+    dtype_of,
+    infer,
+    is_array,
+    is_number,
+    name_of,
+    normalise,
+    pack,
+)
 from mooncake_store.tree import TreeWriter
+
+_Result = TypeVar("_Result")
 
 CODECS = ("auto", "typed_ragged", "ndarray", "ragged_tensor_dict", "msgpack_ragged")
 
@@ -31,7 +44,11 @@ class ValueSpec:
     Attributes:
         codec: "auto" decides from the values; "typed_ragged" stores rows of numbers; "ndarray" one rectangular array;
             "ragged_tensor_dict" dicts of arrays, or None; "msgpack_ragged" anything, as it went in.
-        dtype: numpy name of the numbers, or None for the dtype of the values. A torch dtype is understood.
+        dtype: name of the dtype that the numbers get, or None for that of the values; numpy and torch dtypes are
+            understood. Of dicts and other values it converts the arrays inside; "msgpack_ragged" converts nothing.
+
+    Raises:
+        ValueError: an unknown codec, a dtype that cannot be stored, or one that the codec would not use.
     """
 
     codec: str = "auto"
@@ -42,13 +59,17 @@ class ValueSpec:
             raise ValueError(f"codec {self.codec!r} is unknown; allowed: {', '.join(CODECS)}")
         if self.dtype is None:
             return
-        name = str(self.dtype).removeprefix("torch.")
-        if name not in DTYPES:
-            with suppress(TypeError):
-                name = np.dtype(self.dtype).name
-        if name not in DTYPES:
-            raise ValueError(f"dtype {self.dtype!r} cannot be stored; allowed: {', '.join(DTYPES)}")
-        object.__setattr__(self, "dtype", name)
+        if self.codec == "msgpack_ragged":
+            raise ValueError(f"dtype {self.dtype!r} with codec 'msgpack_ragged', which converts nothing; leave it out")
+        object.__setattr__(self, "dtype", _dtype_name(self.dtype))
+
+
+def _dtype_name(asked: Any) -> str:
+    name = str(asked).removeprefix("torch.")
+    for read in (lambda: dtype_of(name), lambda: np.dtype(asked)):
+        with suppress(TypeError, ValueError):
+            return name_of(read())
+    raise ValueError(f"dtype {asked!r} cannot be stored; {ALLOWED}")
 
 
 _TOKENS = ValueSpec("typed_ragged", "int32")
@@ -124,19 +145,18 @@ def analyse(name: str, value: Any, spec: ValueSpec | None, num_rows: int) -> Col
     """
     asked = spec is not None and spec.codec != "auto"
     spec = spec or DEFAULT_SPECS.get(name) or ValueSpec()
+    dtype = None if spec.dtype is None else dtype_of(spec.dtype)
     with _naming(name):
         value = normalise(value)
     if name in BATCH_LEVEL or not _is_sequence(value) or len(value) != num_rows:
         if spec.codec == "typed_ragged" and _is_sequence(value):
             raise ValueError(f"column {name!r} has {len(value)} rows, the batch has {num_rows}")
-        return _tree(name, [value], per_row=False)
-    dtype = None if spec.dtype is None else np.dtype(spec.dtype).newbyteorder("<")
+        return _tree(name, [value], dtype, per_row=False)
 
     if spec.codec in ("msgpack_ragged", "ragged_tensor_dict"):
-        return _tree(name, list(value), per_row=True)
+        return _tree(name, list(value), dtype, per_row=True)
     if isinstance(value, np.ndarray):
-        with _naming(name):
-            return Dense(value if dtype is None else cast(value, dtype))
+        return Dense(value if dtype is None else _cast_rows(name, value, dtype))
     if spec.codec == "ndarray":
         return _stacked(name, value, dtype)
     if spec.codec == "typed_ragged" and (asked or all(map(_is_row, value))):
@@ -145,24 +165,48 @@ def analyse(name: str, value: Any, spec: ValueSpec | None, num_rows: int) -> Col
 
 
 def _is_sequence(value: Any) -> bool:
-    return isinstance(value, list) or (getattr(value, "ndim", 0) > 0 and hasattr(value, "dtype"))
+    return isinstance(value, list) or (is_array(value) and value.ndim > 0)
 
 
 def _is_row(value: Any) -> bool:
-    return isinstance(value, list | tuple) or hasattr(value, "dtype")
+    return isinstance(value, list | tuple) or is_array(value)
 
 
 def _inferred(name: str, values: list[Any], dtype: np.dtype[Any] | None) -> Column:
-    with _naming(name):
-        scalars = infer(values)
-        if scalars is not None:
-            return Dense(scalars if dtype is None else cast(scalars, dtype))
+    numbers = _numbers(name, values, dtype)
+    if numbers is not None:
+        return Dense(numbers)
     rows = _typed_rows(name, values)
     if rows is None:
-        return _tree(name, values, per_row=True)
+        return _tree(name, values, dtype, per_row=True)
     if dtype is not None:
         rows = [_cast_row(name, index, row, dtype) for index, row in enumerate(rows)]
     return Ragged(rows, rows[0].dtype, rows[0].ndim)
+
+
+def _numbers(name: str, values: list[Any], dtype: np.dtype[Any] | None) -> Array | None:
+    """The array that a list of one number per row stands for; None when it is something else."""
+    if dtype is None:
+        return _naming_row(name, values, infer)
+    if values and all(map(is_number, values)):
+        return _naming_row(name, values, lambda some: pack(some, dtype))
+    array = infer(values)
+    return None if array is None else _cast_rows(name, array, dtype)
+
+
+def _cast_rows(name: str, array: Array, dtype: np.dtype[Any]) -> Array:
+    return _naming_row(name, array, lambda some: cast(some, dtype))
+
+
+def _naming_row(name: str, rows: Any, convert: Callable[[Any], _Result]) -> _Result:
+    """Convert all rows together; when that fails, one after the other, so that the error names the row."""
+    try:
+        return convert(rows)
+    except (TypeError, OverflowError):
+        for index in range(len(rows)):
+            with _naming(name, index):
+                convert(rows[index : index + 1])
+        raise
 
 
 def _typed_rows(name: str, values: list[Any]) -> list[Array] | None:
@@ -211,23 +255,21 @@ def _cast_row(name: str, index: int, value: Any, dtype: np.dtype[Any]) -> Array:
             return cast(row, dtype)
         if not isinstance(row, list | tuple):
             raise TypeError(f"a {type(row).__name__} is not a row of numbers")
-        if row and isinstance(row[0], list | tuple | np.ndarray):
+        if row and (isinstance(row[0], list | tuple) or (is_array(row[0]) and row[0].ndim)):
             return cast(_rectangle(row), dtype)
         return pack(row, dtype)
 
 
 def _stacked(name: str, values: list[Any], dtype: np.dtype[Any] | None) -> Dense:
-    with _naming(name):
-        array = infer(values)
+    array = _numbers(name, values, dtype)
     if array is None:
         rows = [_rectangle_of(name, index, value, dtype) for index, value in enumerate(values)]
         alike = {(row.dtype, row.shape) for row in rows}
         if len(alike) > 1:
             found = ", ".join(f"{row_dtype}{list(shape)}" for row_dtype, shape in sorted(alike, key=str)[:4])
             raise TypeError(f"column {name!r}: rows of {found} are not one array; use typed_ragged, or give a dtype")
-        array = np.stack(rows) if rows else np.empty(0)
-    with _naming(name):
-        return Dense(array if dtype is None else cast(array, dtype))
+        array = np.stack(rows) if rows else np.empty(0, dtype or np.dtype("<f8"))
+    return Dense(array)
 
 
 def _rectangle_of(name: str, index: int, value: Any, dtype: np.dtype[Any] | None) -> Array:
@@ -243,13 +285,14 @@ def _rectangle(value: Any) -> Array:
         array = np.array(value)
     except ValueError:
         raise TypeError("nested lists of unequal lengths are not one array") from None
-    if array.dtype.name not in DTYPES:
+    if array.dtype.kind not in "biufc":
         raise TypeError(f"{value!r:.80} is not made of numbers")
+    name_of(array.dtype)
     return array
 
 
-def _tree(name: str, values: Sequence[Any], *, per_row: bool) -> Tree:
-    leaves = TreeWriter()
+def _tree(name: str, values: Sequence[Any], dtype: np.dtype[Any] | None, *, per_row: bool) -> Tree:
+    leaves = TreeWriter(dtype)
     blobs = []
     for index, value in enumerate(values):
         with _naming(name, index if per_row else None):

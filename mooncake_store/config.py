@@ -8,20 +8,24 @@ from __future__ import annotations
 import difflib
 import math
 import re
-import socket
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from mooncake_store.addresses import address_towards, endpoints, is_host, resolves
 from mooncake_store.errors import ConfigError
+from mooncake_store.memory import memory_limit
 
 PROTOCOLS = ("tcp", "rdma")
 MASTER_VARIABLE = "MOONCAKE_MASTER"
 MISTAKEN_MASTER_VARIABLE = "MOONCAKE_MASTER_ADDR"
-_MAX_SEGMENT_BYTES = 1 << 62
+P2P_METADATA = "P2PHANDSHAKE"
+# Any other scheme, redis:// too, makes Mooncake abort the process (measured on mooncake 0.3.13.post1).
+METADATA_SCHEMES = ("http://", "https://", "etcd://")
 MIN_SEGMENT_BYTES = 16 << 20  # setup answers -600 below it (measured on mooncake 0.3.13.post1)
 INFINIBAND = Path("/sys/class/infiniband")
+KWARGS, DEFAULT, NODE = "init_kwargs", "default", "this node's address"  # sources of a setting
 
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[kmg]b?|b)?", re.IGNORECASE)
 _UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
@@ -54,18 +58,38 @@ def parse_size(size: int | str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Setting:
+    """One value as it was given, and where: every complaint about it says both.
+
+    Attributes:
+        field: name of the setting.
+        value: what was given, before it was read.
+        source: "init_kwargs", "environment variable NAME", "default", or what else decided it.
+    """
+
+    field: str
+    value: Any
+    source: str
+
+    def complain(self, problem: str) -> ConfigError:
+        """Build the error for this setting; it is returned, not raised."""
+        return ConfigError(f"{self.field} = {self.value!r} (from {self.source}): {problem}")
+
+
+@dataclass(frozen=True, slots=True)
 class MooncakeConfig:
     """Checked settings of one Mooncake client.
 
     Attributes:
         master_server_address: "host:port", or "etcd://host:port[;host:port]" for a highly available master.
-        local_hostname: address under which other hosts reach this process.
-        metadata_server: "P2PHANDSHAKE", or the URL of a metadata service.
+        local_hostname: name or address, without a port, under which other hosts reach this process.
+        metadata_server: "P2PHANDSHAKE", or the http, https or etcd URL of a metadata service.
         protocol: "tcp" or "rdma".
         device_name: RDMA devices separated by commas; empty lets Mooncake choose.
         global_segment_size: bytes this process lends to the store when it contributes a segment; 0 lends nothing.
         local_buffer_size: upper bound, in bytes, of the warm buffers through which this process puts and gets.
         chunk_bytes: accepted for launch scripts written for miles; a batch is one object here, so it is not used.
+        settings: by field, what was given and where it came from.
     """
 
     master_server_address: str
@@ -76,38 +100,26 @@ class MooncakeConfig:
     global_segment_size: int
     local_buffer_size: int
     chunk_bytes: int | None
+    settings: Mapping[str, Setting] = field(compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class _Field:
     variable: str | None
     default: str | int | None
-    size: bool = False
 
 
 _FIELDS = {
     "master_server_address": _Field(MASTER_VARIABLE, None),
     "local_hostname": _Field("MOONCAKE_LOCAL_HOSTNAME", None),
-    "metadata_server": _Field("MOONCAKE_TE_META_DATA_SERVER", "P2PHANDSHAKE"),
+    "metadata_server": _Field("MOONCAKE_TE_META_DATA_SERVER", P2P_METADATA),
     "protocol": _Field("MOONCAKE_PROTOCOL", "rdma"),
     "device_name": _Field("MOONCAKE_DEVICE", ""),
-    "global_segment_size": _Field("MOONCAKE_GLOBAL_SEGMENT_SIZE", "8gb", size=True),
-    "local_buffer_size": _Field("MOONCAKE_LOCAL_BUFFER_SIZE", "32gb", size=True),
-    "chunk_bytes": _Field(None, None, size=True),
+    "global_segment_size": _Field("MOONCAKE_GLOBAL_SEGMENT_SIZE", "8gb"),
+    "local_buffer_size": _Field("MOONCAKE_LOCAL_BUFFER_SIZE", "32gb"),
+    "chunk_bytes": _Field(None, None),
 }
-assert set(_FIELDS) == {field.name for field in fields(MooncakeConfig)}
-
-
-@dataclass(frozen=True, slots=True)
-class _Setting:
-    """One value together with where it came from, which every complaint about it must say."""
-
-    field: str
-    value: Any
-    source: str
-
-    def complain(self, problem: str) -> ConfigError:
-        return ConfigError(f"{self.field} = {self.value!r} (from {self.source}): {problem}")
+assert {*_FIELDS, "settings"} == {field.name for field in fields(MooncakeConfig)}
 
 
 def resolve(
@@ -119,7 +131,8 @@ def resolve(
 ) -> MooncakeConfig:
     """Merge explicit kwargs, environment and defaults into a checked MooncakeConfig.
 
-    A kwarg of None and an empty variable count as unset; an explicit 0 does not.
+    A kwarg of None and an empty variable count as unset; an explicit 0 does not. What the settings ask of this host's
+    memory and names is checked by `fit_to_host`.
 
     Args:
         init_kwargs: explicit settings, as given to `open_store`.
@@ -128,7 +141,8 @@ def resolve(
         infiniband: directory in which the kernel lists RDMA devices.
 
     Raises:
-        ConfigError: an unknown field, a missing master, or a value that cannot be used; names field, value, source.
+        ConfigError: an unknown field, a missing master, a value that cannot be used, or values that contradict each
+            other; names field, value, source and what is allowed.
     """
     kwargs = dict(init_kwargs or {})
     for name in kwargs:
@@ -137,20 +151,23 @@ def resolve(
 
     settings = {name: _lookup(name, field, kwargs, env) for name, field in _FIELDS.items()}
     master = _master(settings["master_server_address"], env)
+    metadata = _metadata(settings["metadata_server"])
+    segment_bytes = _segment(settings["global_segment_size"])
+    buffer_bytes = _positive(settings["local_buffer_size"], "at least one batch, since all go through a buffer")
+    chunk_bytes = None if settings["chunk_bytes"].value is None else _positive(settings["chunk_bytes"], "at least 1")
     protocol = _protocol(settings["protocol"])
-    device = _text(settings["device_name"])
-    if protocol == "rdma":
-        _check_rdma(settings["protocol"], settings["device_name"], infiniband)
-    hostname = settings["local_hostname"]
+    settings["device_name"] = _device(settings["device_name"], settings["protocol"], infiniband)
+    settings["local_hostname"] = _hostname(settings["local_hostname"], master, node_ip)
     return MooncakeConfig(
         master_server_address=master,
-        local_hostname=_text(hostname) if hostname.value is not None else node_ip() or _address_towards(master),
-        metadata_server=_text(settings["metadata_server"]),
+        local_hostname=settings["local_hostname"].value,
+        metadata_server=metadata,
         protocol=protocol,
-        device_name=device,
-        global_segment_size=_segment(settings["global_segment_size"]),
-        local_buffer_size=_bytes(settings["local_buffer_size"]),
-        chunk_bytes=None if settings["chunk_bytes"].value is None else _bytes(settings["chunk_bytes"]),
+        device_name=settings["device_name"].value,
+        global_segment_size=segment_bytes,
+        local_buffer_size=buffer_bytes,
+        chunk_bytes=chunk_bytes,
+        settings=settings,
     )
 
 
@@ -159,99 +176,143 @@ def rdma_devices(infiniband: Path = INFINIBAND) -> list[str]:
     return sorted(entry.name for entry in infiniband.iterdir()) if infiniband.is_dir() else []
 
 
-def master_endpoints(address: str) -> list[tuple[str, int]]:
-    """Split "host:port" or "etcd://host:port[;host:port]" into (host, port) pairs, at least one.
+def fit_to_host(config: MooncakeConfig, contributes: bool, root: Path = Path("/")) -> MooncakeConfig:
+    """Check what the settings ask of this host; return them with the buffers bounded by its memory.
+
+    A segment is memory taken for good, so one that this host or its cgroup does not have is refused, the default too.
+    Buffers are made as needed and local_buffer_size is only their bound: its default, made for large hosts, is
+    lowered to what the segment leaves; a bound that was asked for and cannot be reached is refused.
+
+    Args:
+        config: what `resolve` returned.
+        contributes: whether this process lends its segment.
+        root: directory under which proc/ and sys/ are read.
 
     Raises:
-        ConfigError: an entry is not host:port with a port of 1 to 65535.
+        ConfigError: more memory than there is, or a local_hostname without an address.
     """
-    return list(_endpoints(address))
-
-
-def _endpoints(address: str) -> Iterator[tuple[str, int]]:
-    for entry in re.split("[;,]", address.removeprefix("etcd://")):
-        host, _, port = entry.strip().rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ConfigError(f"{entry.strip()!r} in {address!r} is not host:port with a port of 1 to 65535")
-        yield host.strip("[]"), int(port)
+    hostname, segment, buffers = (
+        config.settings[name] for name in ("local_hostname", "global_segment_size", "local_buffer_size")
+    )
+    limit = memory_limit(root)
+    lent = config.global_segment_size if contributes else 0
+    if lent >= limit.nbytes:
+        raise segment.complain(
+            f"this process would lend {lent} bytes of memory; allowed: less than {limit.nbytes} ({limit.source}). Set "
+            f"global_segment_size or {_FIELDS['global_segment_size'].variable}, or contribute_segment=False"
+        )
+    left = limit.nbytes - lent
+    if config.local_buffer_size > left and buffers.source != DEFAULT:
+        beside = f" beside a segment of {lent} bytes" if lent else ""
+        raise buffers.complain(f"allowed: at most {left} bytes{beside} ({limit.nbytes} bytes: {limit.source})")
+    if hostname.source != NODE and not resolves(config.local_hostname):
+        raise hostname.complain("this name has no address here; allowed: a name or address that other hosts can reach")
+    return replace(config, local_buffer_size=min(config.local_buffer_size, left))
 
 
 def _unknown_field(name: str, value: object) -> str:
     close = difflib.get_close_matches(str(name), _FIELDS, n=1)
     nearest = f"did you mean {close[0]!r}? " if close else ""
-    return f"unknown setting {name!r} = {value!r} (from init_kwargs): {nearest}allowed: {', '.join(_FIELDS)}"
+    return f"unknown setting {name!r} = {value!r} (from {KWARGS}): {nearest}allowed: {', '.join(_FIELDS)}"
 
 
-def _lookup(name: str, field: _Field, kwargs: Mapping[str, Any], env: Mapping[str, str]) -> _Setting:
+def _lookup(name: str, field: _Field, kwargs: Mapping[str, Any], env: Mapping[str, str]) -> Setting:
     if kwargs.get(name) is not None:
-        return _Setting(name, kwargs[name], "init_kwargs")
+        return Setting(name, kwargs[name], KWARGS)
     if field.variable is not None and env.get(field.variable, "").strip():
-        return _Setting(name, env[field.variable].strip(), f"environment variable {field.variable}")
-    return _Setting(name, field.default, "default")
+        return Setting(name, env[field.variable].strip(), f"environment variable {field.variable}")
+    return Setting(name, field.default, DEFAULT)
 
 
-def _text(setting: _Setting) -> str:
+def _text(setting: Setting) -> str:
     if not isinstance(setting.value, str):
         raise setting.complain("must be a string")
-    return setting.value
+    return setting.value.strip()
 
 
-def _bytes(setting: _Setting) -> int:
+def _bytes(setting: Setting) -> int:
     try:
         return parse_size(setting.value)
     except ConfigError as error:
         raise setting.complain(str(error)) from None
 
 
-def _segment(setting: _Setting) -> int:
+def _positive(setting: Setting, allowed: str) -> int:
     size = _bytes(setting)
-    if 0 < size < MIN_SEGMENT_BYTES:
-        raise setting.complain(f"allowed: 0 (lend nothing), or at least {MIN_SEGMENT_BYTES} bytes")
-    if size > _MAX_SEGMENT_BYTES:
-        raise setting.complain(f"allowed: at most {_MAX_SEGMENT_BYTES} bytes")
+    if size == 0:
+        raise setting.complain(f"allowed: {allowed}")
     return size
 
 
-def _master(setting: _Setting, env: Mapping[str, str]) -> str:
+def _segment(setting: Setting) -> int:
+    size = _bytes(setting)
+    if 0 < size < MIN_SEGMENT_BYTES:
+        raise setting.complain(f"allowed: 0 (lend nothing), or at least {MIN_SEGMENT_BYTES} bytes")
+    return size
+
+
+def _master(setting: Setting, env: Mapping[str, str]) -> str:
     if setting.value is None:
         mistaken = env.get(MISTAKEN_MASTER_VARIABLE)
-        hint = f" ({MISTAKEN_MASTER_VARIABLE}={mistaken!r} is set, but it is not read)" if mistaken else ""
+        hint = f". {MISTAKEN_MASTER_VARIABLE}={mistaken!r} is set, but {MASTER_VARIABLE} is the one that counts"
         raise ConfigError(
             f"master_server_address is not set: pass master_server_address='host:port' in init_kwargs, or set "
-            f"the environment variable {MASTER_VARIABLE}{hint}"
+            f"the environment variable {MASTER_VARIABLE}{hint if mistaken else ''}"
         )
-    address = _text(setting).strip()
+    address = _text(setting)
     try:
-        master_endpoints(address)
+        endpoints(address)
+        if address.startswith(("http://", "https://")):
+            raise ConfigError("a master is not reached by a URL")
     except ConfigError as error:
-        raise setting.complain(f"{error}; allowed: 'host:port' or 'etcd://host:port'") from None
+        raise setting.complain(f"{error}; allowed: 'host:port' or 'etcd://host:port[;host:port]'") from None
     return address
 
 
-def _protocol(setting: _Setting) -> str:
+def _metadata(setting: Setting) -> str:
+    server = _text(setting)
+    if server == P2P_METADATA:
+        return server
+    allowed = f"allowed: {P2P_METADATA}, or a URL of {', '.join(METADATA_SCHEMES)}"
+    if not server.startswith(METADATA_SCHEMES):
+        raise setting.complain(allowed)
+    try:
+        endpoints(server)
+    except ConfigError as error:
+        raise setting.complain(f"{error}; {allowed}") from None
+    return server
+
+
+def _protocol(setting: Setting) -> str:
     if setting.value not in PROTOCOLS:
         raise setting.complain(f"allowed: {', '.join(PROTOCOLS)}")
     return str(setting.value)
 
 
-def _check_rdma(protocol: _Setting, devices: _Setting, infiniband: Path) -> None:
+def _device(device: Setting, protocol: Setting, infiniband: Path) -> Setting:
+    wanted = [name.strip() for name in _text(device).split(",") if name.strip()]
+    if protocol.value == "tcp":
+        # MOONCAKE_DEVICE may be set for a whole cluster; a kwarg protocol='tcp' outranks it.
+        if wanted and (device.source == KWARGS or protocol.source != KWARGS):
+            raise device.complain(
+                f"contradicts protocol = 'tcp' (from {protocol.source}), which uses no RDMA device; set one of them"
+            )
+        return Setting(device.field, "", f"protocol {protocol.value}")
     # Mooncake answers 0 and quietly uses TCP when there is no device (measured on 0.3.13.post1).
     present = rdma_devices(infiniband)
     if not present:
         raise protocol.complain(f"this host has no RDMA device in {infiniband}; use protocol 'tcp', or fix the driver")
-    wanted = [name.strip() for name in _text(devices).split(",") if name.strip()]
     missing = [name for name in wanted if name not in present]
     if missing:
-        raise devices.complain(f"no such RDMA device: {', '.join(missing)}; allowed: {', '.join(present)}")
+        raise device.complain(f"no such RDMA device: {', '.join(missing)}; allowed: {', '.join(present)}")
+    return Setting(device.field, ",".join(wanted), device.source)
 
 
-def _address_towards(master: str) -> str:
-    """Address of the interface that routes to the master; loopback when the master is local or has no route."""
-    host, port = master_endpoints(master)[0]
-    try:
-        family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)  # a datagram socket: picks the route and sends nothing
-            return str(probe.getsockname()[0])
-    except OSError:
-        return "127.0.0.1"
+def _hostname(setting: Setting, master: str, node_ip: Callable[[], str | None]) -> Setting:
+    if setting.value is None:
+        return Setting(setting.field, node_ip() or address_towards(*endpoints(master)[0]), NODE)
+    hostname = _text(setting)
+    if not is_host(hostname):
+        # A port would give all processes of a host one segment name, though Mooncake takes it (0.3.13.post1).
+        raise setting.complain("allowed: a host name or an IP address, without a port")
+    return Setting(setting.field, hostname, setting.source)

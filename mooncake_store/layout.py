@@ -26,9 +26,10 @@ import msgspec
 import numpy as np
 import xxhash
 
-from mooncake_store.arrays import Array, Bytes, as_bytes, dtype_of
+from mooncake_store.arrays import Array, Bytes, as_bytes, dtype_of, is_array, name_of
 from mooncake_store.columns import Column, Dense, Ragged, Tree, ValueSpec, analyse, num_rows_of
-from mooncake_store.errors import IntegrityError
+from mooncake_store.errors import IntegrityError, MissingDependency
+from mooncake_store.tensors import restore
 from mooncake_store.tree import ALIGNMENT, tree_reader
 
 FORMAT = 1
@@ -167,10 +168,14 @@ def encode(batch: Mapping[str, Any], value_spec: Mapping[str, ValueSpec] | None 
     Raises:
         TypeError, OverflowError, ValueError: a value that cannot be stored; names the column and the row.
     """
-    specs = value_spec or {}
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"a batch is a dict of columns by name, not a {type(batch).__name__}")
     for name in batch:
-        if not isinstance(name, str):
-            raise TypeError(f"column name {name!r} is a {type(name).__name__}; names are strings")
+        _check_name(name)
+    specs = value_spec or {}
+    for name, spec in specs.items():
+        if not isinstance(spec, ValueSpec):
+            raise TypeError(f"value_spec of column {name!r} is a {type(spec).__name__}; allowed: a ValueSpec")
     unknown = [name for name in specs if name not in batch]
     if unknown:
         raise ValueError(f"value_spec names {unknown}, which the batch does not have; it has {list(batch)}")
@@ -198,7 +203,8 @@ def decode(
     """Read a batch, or some of its columns and rows, from the bytes of one object.
 
     Dense and ragged columns, and arrays inside trees, are views of `buffer`, read-only when it is; a dense column is
-    copied when `rows` is not a slice. Entries that are one value for the whole batch ignore `rows`.
+    copied when `rows` is not a slice. bfloat16 and float8 come back as torch tensors, which are copies. Entries that
+    are one value for the whole batch ignore `rows`.
 
     Args:
         buffer: the object, as bytes or uint8.
@@ -211,6 +217,7 @@ def decode(
         IntegrityError: the bytes are not an object of format 1, or not the expected one.
         KeyError: a field that the batch does not have.
         IndexError, TypeError: a row that the batch does not have, or a mask.
+        MissingDependency: a column of bfloat16 or float8 where torch is not installed.
     """
     data = np.frombuffer(buffer, dtype=np.uint8)
     table, found, buffers = _open(data)
@@ -235,13 +242,22 @@ def as_lists(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Copy a decoded batch with every numeric column turned into Python lists; arrays inside trees stay arrays."""
 
     def plain(value: Any) -> Any:
-        if isinstance(value, np.ndarray):
+        if is_array(value):
             return value.tolist()
-        if isinstance(value, list) and value and all(isinstance(item, np.ndarray) for item in value):
+        if isinstance(value, list) and value and all(map(is_array, value)):
             return [item.tolist() for item in value]
         return value
 
     return {name: plain(value) for name, value in batch.items()}
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"column name {name!r} is a {type(name).__name__}; names are strings")
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise TypeError(f"column name {name!r} is not valid Unicode: {error}") from None
 
 
 def _aligned(nbytes: int) -> int:
@@ -264,9 +280,9 @@ def _buffers_of(column: Column) -> list[list[Bytes]]:
 def _entry(name: str, column: Column, spans: Iterator[Span]) -> Entry:
     match column:
         case Dense(array):
-            return DenseEntry(name, array.dtype.name, array.shape, next(spans))
+            return DenseEntry(name, name_of(array.dtype), array.shape, next(spans))
         case Ragged(_, dtype, ndim):
-            return RaggedEntry(name, dtype.name, ndim, next(spans), next(spans))
+            return RaggedEntry(name, name_of(dtype), ndim, next(spans), next(spans))
         case Tree(_, _, per_row):
             return TreeEntry(name, per_row, next(spans), next(spans), next(spans))
 
@@ -339,8 +355,8 @@ class _Reader:
                     return self._ragged(entry)
                 case TreeEntry():
                     return self._tree(entry)
-        except IntegrityError as error:
-            raise IntegrityError(f"column {entry.name!r}: {error}") from None
+        except (IntegrityError, MissingDependency) as error:
+            raise type(error)(f"column {entry.name!r}: {error}") from None
         except (ValueError, OverflowError) as error:  # numpy refusing an impossible dtype, shape or size
             raise IntegrityError(f"column {entry.name!r}: {error}") from error
 
@@ -354,16 +370,15 @@ class _Reader:
             raise IntegrityError("the bytes do not match their digest")
         return piece
 
-    def _dense(self, entry: DenseEntry) -> Array:
+    def _dense(self, entry: DenseEntry) -> Any:
         dtype = dtype_of(entry.dtype)
         if entry.shape[:1] != (self.num_rows,):
             raise IntegrityError(f"shape {entry.shape} in a batch of {self.num_rows} rows")
         _check_shape(entry.shape)
         data = self._span(entry.data, dtype.itemsize * math.prod(entry.shape))
-        array: Array = data.view(dtype).reshape(entry.shape)[self.selection.index]
-        return array
+        return restore(data.view(dtype).reshape(entry.shape)[self.selection.index])
 
-    def _ragged(self, entry: RaggedEntry) -> list[Array]:
+    def _ragged(self, entry: RaggedEntry) -> list[Any]:
         dtype, ndim = dtype_of(entry.dtype), entry.ndim
         if not 0 <= ndim <= _MAX_RANK:
             raise IntegrityError(f"rank {ndim}")
@@ -377,7 +392,7 @@ class _Reader:
         ends = list(accumulate(map(math.prod, shapes)))
         data = self._span(entry.data, dtype.itemsize * (ends[-1] if ends else 0)).view(dtype)
         starts = [0, *ends]
-        return [data[starts[row] : ends[row]].reshape(shapes[row]) for row in self.selection.numbers]
+        return [restore(data[starts[row] : ends[row]].reshape(shapes[row])) for row in self.selection.numbers]
 
     def _tree(self, entry: TreeEntry) -> Any:
         count = self.num_rows if entry.per_row else 1

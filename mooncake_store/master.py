@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import sys
 import time
 import urllib.request
@@ -13,34 +12,28 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
-from mooncake_store.config import master_endpoints
+from mooncake_store.addresses import unreachable
 from mooncake_store.errors import MissingDependency, StoreUnavailable
 from mooncake_store.process import ManagedProcess, free_ports
 
 EXECUTABLE = "mooncake_master"
 
 
-def probe_master(address: str, timeout: float = 3.0) -> None:
+def probe_master(address: str, timeout: float = 3.0, source: str = "") -> None:
     """Check that something accepts TCP connections at `address` within `timeout` seconds; nothing is sent.
 
-    For "etcd://" addresses one reachable endpoint is enough.
+    For "etcd://" addresses one reachable endpoint is enough. `source` says where the address came from.
 
     Raises:
         StoreUnavailable: nothing accepts.
         ConfigError: not an address.
     """
-    endpoints = master_endpoints(address)
-    reasons = []
-    for host, port in endpoints:
-        try:
-            socket.create_connection((host, port), timeout=timeout / len(endpoints)).close()
-            return
-        except OSError as error:
-            reasons.append(f"{host}:{port}: {error}")
-    raise StoreUnavailable(
-        f"no Mooncake master answers at {address!r} ({'; '.join(reasons)}); start mooncake_master there, "
-        f"or correct master_server_address"
-    )
+    reasons = unreachable(address, timeout)
+    if reasons is not None:
+        raise StoreUnavailable(
+            f"no Mooncake master answers at {address!r} ({reasons}); start mooncake_master there, or correct "
+            f"master_server_address{f' (from {source})' if source else ''}"
+        )
 
 
 def find_master() -> Path:

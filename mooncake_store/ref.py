@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
 
+from mooncake_store.arrays import is_array, plain_scalar
 from mooncake_store.errors import IntegrityError
 
 FORMAT = 1
@@ -122,24 +123,46 @@ class Provenance(NamedTuple):
 def provenance(batch: Mapping[str, Any]) -> Provenance:
     """Read the provenance off the columns `weight_versions` and `rollout_ids`.
 
-    Weight versions are decimal strings or ints, one or a list of them per sample; "default" and None are ignored.
+    Weight versions are ints or decimal strings of at least 0, one or several per sample; "default" is ignored.
+    Rollout ids are ints, one per sample. None is ignored in both, and either may be one value for the whole batch.
 
     Raises:
-        TypeError: a version that is neither; names the row.
+        TypeError: something else; names the column and the row.
     """
-    versions = list(_versions(batch.get("weight_versions")))
-    rollout_ids = batch.get("rollout_ids")
-    ids: list[int] = [] if rollout_ids is None else np.asarray(rollout_ids).reshape(-1).tolist()
-    return Provenance(min(versions, default=None), max(versions, default=None), min(ids, default=None))
+    versions = list(_numbers(batch, "weight_versions", _version, "ints or decimal strings from 0 to 2**63 - 1"))
+    rollout_ids = list(_numbers(batch, "rollout_ids", _integer, "ints of 64 bits"))
+    return Provenance(min(versions, default=None), max(versions, default=None), min(rollout_ids, default=None))
 
 
-def _versions(column: Iterable[Any] | None) -> Iterator[int]:
-    for row, sample in enumerate(() if column is None else column):
-        for version in [sample] if sample is None or isinstance(sample, str | int | np.integer) else sample:
-            if version is None or version == UNSTAMPED:
+def _numbers(batch: Mapping[str, Any], column: str, read: Callable[[Any], int | None], allowed: str) -> Iterator[int]:
+    values = _listed(batch.get(column))
+    for row, value in enumerate(values if isinstance(values, list | tuple) else [values]):
+        for item in value if isinstance(value, list | tuple) else [value]:
+            if item is None or (item == UNSTAMPED and column == "weight_versions"):
                 continue
-            if isinstance(version, bool) or not str(version).isdecimal():
-                raise TypeError(
-                    f"column 'weight_versions', row {row}: {version!r} is not a decimal weight version or {UNSTAMPED!r}"
-                )
-            yield int(version)
+            number = read(item)
+            if number is None:
+                raise TypeError(f"column {column!r}, row {row}: {item!r:.80} is not allowed; allowed: {allowed}")
+            yield number
+
+
+def _listed(value: Any) -> Any:
+    """Arrays and tensors as lists, at any depth of lists; the rest as it is."""
+    if isinstance(value, list | tuple):
+        return [_listed(item) for item in value]
+    if isinstance(value, np.generic):
+        return plain_scalar(value)
+    return value.tolist() if is_array(value) else value
+
+
+def _integer(value: Any) -> int | None:
+    if isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63:
+        return value
+    return None
+
+
+def _version(value: Any) -> int | None:
+    if isinstance(value, str) and len(value) < 20 and value.isascii() and value.isdecimal():
+        value = int(value)
+    number = _integer(value)
+    return None if number is None or number < 0 else number

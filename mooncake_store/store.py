@@ -100,11 +100,14 @@ class ObjectStore:
     ) -> GetResult:
         """Read a batch, or some of its columns and rows. Every byte returned was checked against the ref's digest.
 
+        Numbers come back as read-only numpy views, whichever types carried them in; bfloat16 and float8, which numpy
+        lacks, as torch tensors, which are copies of the caller's own.
+
         Args:
             ref: what `put` returned, here or in another process.
             fields: columns to return, in this order; None for all.
             rows: a slice or row numbers; None for all. Values that describe the whole batch ignore it.
-            as_lists: numeric columns as Python lists instead of read-only numpy views.
+            as_lists: numeric columns as Python lists instead.
 
         Raises:
             ObjectNotFound, ObjectLost: the batch was removed, or died with its owner.
@@ -112,11 +115,13 @@ class ObjectStore:
             StoreUnavailable, StoreFull: the backend cannot be reached, or this process holds too many results.
             StoreClosed: the store was closed.
             KeyError, IndexError: a column or row that the batch does not have.
+            MissingDependency: a column of bfloat16 or float8 where torch is not installed.
         """
         self._check_open()
         self._check_ref(ref)
         data = self._carrier.get(ref)
-        batch = decode(data, fields, rows, digest=ref.digest)
+        # Through a read-only memoryview: an array's own flag could be set back by whoever holds a view.
+        batch = decode(data.data.toreadonly(), fields, rows, digest=ref.digest)
         self._count(gets=1, bytes_got=ref.nbytes)
         return GetResult(_as_lists(batch) if as_lists else batch)
 
@@ -201,12 +206,25 @@ def open_store(
     """
     if isinstance(replica_num, bool) or not isinstance(replica_num, int) or replica_num < 1:
         raise ConfigError(f"replica_num = {replica_num!r}: allowed is an integer of at least 1")
+    if contribute_segment is not None and not isinstance(contribute_segment, bool):
+        raise ConfigError(f"contribute_segment = {contribute_segment!r}: allowed are True, False and None")
     if run_id is None:
         run_id = uuid.uuid4().hex
-    if not _RUN_ID.fullmatch(run_id):
+    if not isinstance(run_id, str) or not _RUN_ID.fullmatch(run_id):
         raise ConfigError(f"run_id = {run_id!r}: allowed are 1 to 128 letters, digits, '.', '_' and '-'")
-    if contribute_segment is None:
-        contribute_segment = (os.environ.get("LOCAL_RANK") or "0") == "0"
-    factory = find_backend(backend)
-    options = BackendOptions(run_id, dict(init_kwargs or {}), replica_num, contribute_segment)
-    return ObjectStore(backend, run_id, factory(options))
+    options = BackendOptions(run_id, _checked_kwargs(init_kwargs), replica_num, contribute_segment)
+    return ObjectStore(backend, run_id, find_backend(backend)(options))
+
+
+def _checked_kwargs(init_kwargs: object) -> dict[str, Any]:
+    if init_kwargs is None:
+        return {}
+    if not isinstance(init_kwargs, Mapping):
+        raise ConfigError(
+            f"init_kwargs = {init_kwargs!r:.200} is a {type(init_kwargs).__name__}; allowed: a mapping of names of "
+            f"settings to their values (parse JSON text first)"
+        )
+    for name in init_kwargs:
+        if not isinstance(name, str):
+            raise ConfigError(f"init_kwargs has the key {name!r} of type {type(name).__name__}; allowed: strings")
+    return dict(init_kwargs)

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from mooncake_store.arrays import Array, Bytes, as_bytes, dtype_of, normalise
-from mooncake_store.errors import IntegrityError
+from mooncake_store.arrays import Array, Bytes, as_bytes, cast, dtype_of, name_of, normalise, plain_scalar
+from mooncake_store.errors import IntegrityError, MissingDependency
+from mooncake_store.tensors import restore
 
 TUPLE, ARRAY = 1, 2
 ALIGNMENT = 64
+_MAX_DEPTH = 100  # far below Python's own limit, so that what could be put can be got, however deep the reader's stack
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 _KEYS = frozenset({str, int})
 _encoder = msgspec.msgpack.Encoder()
@@ -35,12 +38,16 @@ _leaf_decoder = msgspec.msgpack.Decoder(_Leaf)
 class TreeWriter:
     """Packs the values of one column and gathers their arrays.
 
+    Args:
+        dtype: what the arrays are converted to, None to keep theirs.
+
     Attributes:
         chunks: the byte pieces of the leaf buffer, in order, padded so that every array starts 64-byte aligned.
         nbytes: size of the leaf buffer so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: np.dtype[Any] | None = None) -> None:
+        self._dtype = dtype
         self.chunks: list[Bytes] = []
         self.nbytes = 0
 
@@ -49,53 +56,50 @@ class TreeWriter:
 
         Raises:
             TypeError: something other than None, bool, int, float, str, bytes, list, tuple, dict with str or int keys,
-                ndarray or tensor, at any depth.
+                ndarray or tensor, at up to 100 levels.
             OverflowError: an int outside -2**63 .. 2**64-1.
         """
         try:
-            return _encoder.encode(self._plain(value))
-        except RecursionError:
-            raise TypeError("nested too deep, or contains itself") from None
+            return _encoder.encode(self._plain(value, 0))
         except UnicodeEncodeError as error:
             raise TypeError(f"text that is not valid Unicode: {error}") from None
 
-    def _plain(self, value: Any) -> Any:
+    def _plain(self, value: Any, depth: int) -> Any:
+        if depth > _MAX_DEPTH:
+            raise TypeError(f"nested more than {_MAX_DEPTH} levels deep, or contains itself")
         kind = type(value)
         if kind in _ATOMS:
             return value
         if kind is list:
-            return [self._plain(item) for item in value]
+            return [self._plain(item, depth + 1) for item in value]
         if kind is dict:
             for key in value:
                 if type(key) not in _KEYS:
                     raise TypeError(f"dict key {key!r:.80} is a {type(key).__name__}; allowed: str, int")
-            return {key: self._plain(item) for key, item in value.items()}
+            return {key: self._plain(item, depth + 1) for key, item in value.items()}
         if kind is tuple:
-            return msgspec.msgpack.Ext(TUPLE, _encoder.encode([self._plain(item) for item in value]))
+            return msgspec.msgpack.Ext(TUPLE, _encoder.encode([self._plain(item, depth + 1) for item in value]))
         if isinstance(value, np.generic):
-            return self._scalar(value)
+            plain = plain_scalar(value)
+            if type(plain) not in _ATOMS:
+                raise TypeError(f"a numpy.{value.dtype} scalar cannot be stored; pass a Python number, or an array")
+            return plain
         array = normalise(value)
         if isinstance(array, np.ndarray):
-            return self._leaf(array)
+            return self._leaf(array if self._dtype is None else cast(array, self._dtype))
         if array is not value:  # an array of objects or of text: normalise made it a list
-            return self._plain(array)
+            return self._plain(array, depth + 1)
         raise TypeError(
             f"a {kind.__module__}.{kind.__qualname__} cannot be stored; allowed: None, bool, int, float, str, bytes, "
             f"lists, tuples and dicts of these, numpy arrays and torch tensors"
         )
-
-    def _scalar(self, value: np.generic) -> Any:
-        plain = value.item()
-        if type(plain) not in _ATOMS:
-            raise TypeError(f"a numpy.{value.dtype} scalar cannot be stored; pass a Python number")
-        return plain
 
     def _leaf(self, array: Array) -> msgspec.msgpack.Ext:
         offset = self.nbytes
         padding = -array.nbytes % ALIGNMENT
         self.chunks += [as_bytes(array), np.zeros(padding, dtype=np.uint8)]
         self.nbytes += array.nbytes + padding
-        return msgspec.msgpack.Ext(ARRAY, _encoder.encode(_Leaf(array.dtype.name, array.shape, offset)))
+        return msgspec.msgpack.Ext(ARRAY, _encoder.encode(_Leaf(name_of(array.dtype), array.shape, offset)))
 
 
 def tree_reader(leaves: Bytes) -> Callable[[Any], Any]:
@@ -104,30 +108,34 @@ def tree_reader(leaves: Bytes) -> Callable[[Any], Any]:
     The returned function raises IntegrityError for bytes that `TreeWriter.pack` cannot have written.
     """
 
-    def extension(code: int, data: memoryview) -> Any:
-        if code == TUPLE:
-            items = decoder.decode(data)
-            if type(items) is not list:
-                raise IntegrityError("a packed tuple does not hold an array")
-            return tuple(items)
-        if code == ARRAY:
-            return _view(leaves, _leaf_decoder.decode(data))
-        raise IntegrityError(f"unknown extension type {code} in a packed value")
-
-    decoder = msgspec.msgpack.Decoder(ext_hook=extension)
+    decoder = msgspec.msgpack.Decoder(ext_hook=partial(_extension, leaves))
 
     def read(blob: Any) -> Any:
         try:
             return decoder.decode(blob)
+        except MissingDependency:
+            raise
         except (msgspec.DecodeError, RecursionError, ValueError) as error:
             raise IntegrityError(f"a packed value cannot be read: {error}") from error
 
     return read
 
 
-def _view(leaves: Bytes, leaf: _Leaf) -> Array:
+def _extension(leaves: Bytes, code: int, data: memoryview) -> Any:
+    if code == TUPLE:
+        # A decoder of its own: one that its hook knew would be a cycle, and hold the memory until a collection.
+        items = msgspec.msgpack.decode(data, ext_hook=partial(_extension, leaves))
+        if type(items) is not list:
+            raise IntegrityError("a packed tuple does not hold an array")
+        return tuple(items)
+    if code == ARRAY:
+        return _view(leaves, _leaf_decoder.decode(data))
+    raise IntegrityError(f"unknown extension type {code} in a packed value")
+
+
+def _view(leaves: Bytes, leaf: _Leaf) -> Any:
     dtype = dtype_of(leaf.dtype)
     nbytes = dtype.itemsize * math.prod(leaf.shape)
     if min(leaf.shape, default=0) < 0 or not 0 <= leaf.offset <= leaf.offset + nbytes <= leaves.size:
         raise IntegrityError(f"array {leaf} lies outside its buffer of {leaves.size} bytes")
-    return leaves[leaf.offset : leaf.offset + nbytes].view(dtype).reshape(leaf.shape)
+    return restore(leaves[leaf.offset : leaf.offset + nbytes].view(dtype).reshape(leaf.shape))

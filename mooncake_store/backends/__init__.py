@@ -7,6 +7,7 @@ entry-point group `mooncake_store.backends`, the entry point's name being the ba
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from mooncake_store.errors import ConfigError
+from mooncake_store.errors import ConfigError, MissingDependency
 from mooncake_store.ref import BatchRef
 
 ENTRY_POINT_GROUP = "mooncake_store.backends"
@@ -35,12 +36,19 @@ class Payload(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BackendOptions:
-    """What `open_store` hands to a backend's factory."""
+    """What `open_store` hands to a backend's factory, as it was asked for; see there."""
 
     run_id: str
     init_kwargs: Mapping[str, Any] = field(default_factory=dict)
     replica_num: int = 1
-    contribute_segment: bool = True
+    contribute_segment: bool | None = None
+
+    @property
+    def contributes(self) -> bool:
+        """Whether this process lends memory: as asked, else when its LOCAL_RANK is unset or 0."""
+        if self.contribute_segment is None:
+            return (os.environ.get("LOCAL_RANK") or "0") == "0"
+        return self.contribute_segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +67,10 @@ class Carrier(Protocol):
         """Store one object; when it returns, the object can be read elsewhere."""
 
     def get(self, ref: BatchRef) -> npt.NDArray[np.uint8]:
-        """Return the object, uint8 [ref.nbytes], read-only; its memory stays valid while any view of it lives."""
+        """Return the object, uint8 [ref.nbytes]; its memory stays valid while any view of it lives.
+
+        Callers of the store get read-only views of it.
+        """
 
     def remove(self, ref: BatchRef) -> None:
         """Free the object; removing what is already gone is not an error."""
@@ -81,11 +92,21 @@ def find_backend(name: str) -> Factory:
 
     Raises:
         ConfigError: no built-in backend and no entry point has this name.
+        MissingDependency: the entry point cannot be imported.
     """
+    if not isinstance(name, str):
+        raise ConfigError(f"backend {name!r} is a {type(name).__name__}: known backends are {_listed()}")
     if name in BUILT_IN:
         factory: Factory = importlib.import_module(BUILT_IN[name]).open_carrier
         return factory
     for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
-        loaded: Factory = entry.load()
+        try:
+            loaded: Factory = entry.load()
+        except (ImportError, AttributeError) as error:
+            raise MissingDependency(f"backend {name!r} cannot be imported from {entry.value}: {error}") from error
         return loaded
-    raise ConfigError(f"unknown backend {name!r}: known backends are {', '.join(known_backends())}")
+    raise ConfigError(f"unknown backend {name!r}: known backends are {_listed()}")
+
+
+def _listed() -> str:
+    return ", ".join(known_backends())

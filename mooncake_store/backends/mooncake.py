@@ -10,8 +10,7 @@ import numpy.typing as npt
 
 from mooncake_store.backends import BackendOptions, Payload, Placed
 from mooncake_store.client import Limits, MooncakeClient
-from mooncake_store.config import resolve
-from mooncake_store.errors import ConfigError
+from mooncake_store.config import fit_to_host, resolve
 from mooncake_store.pool import BufferPool
 from mooncake_store.ref import BatchRef
 
@@ -51,7 +50,6 @@ class MooncakeCarrier:
         except BaseException:
             lease.release()
             raise
-        lease.array.flags.writeable = False
         return lease.array
 
     def remove(self, ref: BatchRef) -> None:
@@ -63,11 +61,18 @@ class MooncakeCarrier:
 
 
 def open_carrier(options: BackendOptions) -> MooncakeCarrier:
-    """Connect as `options.init_kwargs` and the environment say. Raises what `resolve` and `connect` raise."""
+    """Connect as `options.init_kwargs` and the environment say.
+
+    Raises what `resolve`, `fit_to_host` and `MooncakeClient.connect` raise, in this order: what can be decided here
+    comes before the network, and the network before memory and devices.
+    """
     config = resolve(options.init_kwargs, os.environ, node_ip=_ray_node_ip)
-    if config.local_buffer_size == 0:
-        raise ConfigError("local_buffer_size = 0: every put and get goes through a buffer; allowed: at least one batch")
-    segment_bytes = config.global_segment_size if options.contribute_segment else 0
+    if options.contribute_segment and config.global_segment_size == 0:
+        raise config.settings["global_segment_size"].complain(
+            "contradicts contribute_segment = True, since it lends nothing; set a size, or leave contribute_segment out"
+        )
+    config = fit_to_host(config, options.contributes)
+    segment_bytes = config.global_segment_size if options.contributes else 0
     client = MooncakeClient.connect(config, segment_bytes, Limits())
     return MooncakeCarrier(client, options.run_id, options.replica_num, config.local_buffer_size)
 

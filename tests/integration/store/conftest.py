@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mooncake_store import MasterProcess
+from mooncake_store import MasterProcess, ObjectStore, open_store
 
 
 @pytest.fixture(scope="module")
@@ -19,9 +19,29 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterProcess]:
         yield process
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def local_ray() -> Iterator[Any]:
     ray = pytest.importorskip("ray")
     ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=256 << 20, log_to_driver=False)
     yield ray
     ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def stores(master: MasterProcess, local_ray: Any) -> Iterator[dict[str, ObjectStore]]:
+    """One open store of each backend, in this process."""
+    settings = {
+        "master_server_address": master.address,
+        "protocol": "tcp",
+        "local_hostname": "127.0.0.1",
+        "global_segment_size": "64mb",
+        "local_buffer_size": "32mb",
+    }
+    with open_store("mooncake", settings, contribute_segment=True) as mooncake, open_store("ray") as ray:
+        yield {"mooncake": mooncake, "ray": ray}
+
+
+@pytest.fixture(params=["mooncake", "ray"])
+def store(stores: dict[str, ObjectStore], request: pytest.FixtureRequest) -> ObjectStore:
+    found: ObjectStore = stores[request.param]
+    return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 
 from mooncake_store import (
     IntegrityError,
-    MasterProcess,
     ObjectNotFound,
     ObjectStore,
     StoreClosed,
@@ -22,25 +20,6 @@ from mooncake_store import (
 )
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture(scope="module")
-def stores(master: MasterProcess, request: pytest.FixtureRequest) -> Iterator[dict[str, ObjectStore]]:
-    request.getfixturevalue("local_ray")
-    settings = {
-        "master_server_address": master.address,
-        "protocol": "tcp",
-        "local_hostname": "127.0.0.1",
-        "global_segment_size": "64mb",
-        "local_buffer_size": "32mb",
-    }
-    with open_store("mooncake", settings, contribute_segment=True) as mooncake, open_store("ray") as ray:
-        yield {"mooncake": mooncake, "ray": ray}
-
-
-@pytest.fixture(params=["mooncake", "ray"])
-def store(stores: dict[str, ObjectStore], request: pytest.FixtureRequest) -> ObjectStore:
-    return stores[request.param]
 
 
 def rollout(rows: int = 5, seed: int = 0) -> dict[str, Any]:
@@ -106,16 +85,6 @@ def plain(value: Any) -> Any:
     return value
 
 
-def test_tensors(store: ObjectStore) -> None:
-    torch = pytest.importorskip("torch")
-    tokens = [torch.arange(4), torch.arange(6)[::2]]
-    ref = store.put({"tokens": tokens, "x": torch.eye(2)})
-    got = store.get(ref).value
-    assert [row.tolist() for row in got["tokens"]] == [row.tolist() for row in tokens]
-    copy = torch.from_numpy(got["x"].copy())
-    assert torch.equal(copy, torch.eye(2))
-
-
 def test_fields_rows_and_specs(store: ObjectStore) -> None:
     batch = rollout()
     ref = store.put(batch, {"rewards": ValueSpec("auto", "float32")})
@@ -132,6 +101,11 @@ def test_arrays_are_read_only_and_outlive_the_result(store: ObjectStore) -> None
     kept = store.get(refs[0]).value["tokens"]
     with pytest.raises(ValueError, match="read-only"):
         kept[0][0] = 1
+    got = store.get(refs[0]).value
+    for array in (*kept, got["rewards"], *(row["pixels"] for row in got["multimodal_train_inputs"])):
+        for view in (array, array[:1], array.base):
+            with pytest.raises(ValueError, match="WRITEABLE"):  # the memory is lent: nobody may make it writable
+                view.flags.writeable = True
     for ref in refs[1:]:  # would overwrite the buffer, had it been lent again
         with store.get(ref):
             pass
@@ -146,13 +120,6 @@ def test_remove_twice_then_get(store: ObjectStore) -> None:
     with pytest.raises(ObjectNotFound):
         store.get(ref)
     assert held.value["tokens"][0].tolist() == rollout()["tokens"][0]
-
-
-def test_a_refused_batch_stores_nothing(store: ObjectStore) -> None:
-    before = store.stats()
-    with pytest.raises(TypeError, match="column 'metadata', row 1"):
-        store.put({"tokens": [[1], [2]], "metadata": [{}, {"f": print}]})
-    assert store.stats() == before
 
 
 def test_a_ref_with_another_digest_is_refused(store: ObjectStore) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from mooncake_store import codes
-from mooncake_store.client import Limits, MooncakeClient, _bounded
+from mooncake_store.bounded import bounded
+from mooncake_store.client import Limits, MooncakeClient
 from mooncake_store.errors import (
     IntegrityError,
     ObjectLost,
@@ -258,11 +259,11 @@ def test_a_dropped_client_disconnects() -> None:
 
 
 def test_bounded_returns_raises_or_gives_up() -> None:
-    assert _bounded(lambda: 7, 5) == 7
+    assert bounded(lambda: 7, 5) == 7
     with pytest.raises(ZeroDivisionError):
-        _bounded(lambda: 1 // 0, 5)
+        bounded(lambda: 1 // 0, 5)
     leave = threading.Event()
-    assert _bounded(lambda: int(leave.wait(60)), 0.05) is None
+    assert bounded(lambda: int(leave.wait(60)), 0.05) is None
     leave.set()
 
 
@@ -277,5 +278,5 @@ def test_probe(listener: socket.socket) -> None:
     probe_master(f"127.0.0.1:{port}")
     probe_master(f"etcd://127.0.0.1:1;127.0.0.1:{port}")
     listener.close()
-    with pytest.raises(StoreUnavailable, match=rf"127\.0\.0\.1:{port}.*master_server_address"):
-        probe_master(f"127.0.0.1:{port}")
+    with pytest.raises(StoreUnavailable, match=rf"127\.0\.0\.1:{port}.*master_server_address \(from init_kwargs\)"):
+        probe_master(f"127.0.0.1:{port}", source="init_kwargs")

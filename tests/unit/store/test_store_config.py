@@ -1,5 +1,7 @@
 """Settings: precedence, sizes, and complaints that name field, value, source and what is allowed."""
 
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake_store import ConfigError, MooncakeConfig, parse_size
-from mooncake_store.config import master_endpoints, resolve
+from mooncake_store import ConfigError, MooncakeConfig, addresses, config, parse_size
+from mooncake_store.addresses import endpoints, is_host
+from mooncake_store.config import fit_to_host, resolve
+from mooncake_store.memory import MemoryLimit, memory_limit
 
 MASTER = "127.0.0.1:50051"
 
@@ -126,11 +130,12 @@ def test_complaints_name_everything(kwargs: dict[str, Any], env: dict[str, str],
 def test_missing_master() -> None:
     with pytest.raises(ConfigError, match="MOONCAKE_MASTER") as caught:
         resolve({"protocol": "tcp"}, {})
-    assert "is not read" not in str(caught.value)
+    assert "counts" not in str(caught.value)
 
 
 def test_mistaken_master_variable_is_pointed_out() -> None:
-    with pytest.raises(ConfigError, match=r"MOONCAKE_MASTER .*MOONCAKE_MASTER_ADDR='h:1' is set, but it is not read"):
+    complaint = r"MOONCAKE_MASTER\. MOONCAKE_MASTER_ADDR='h:1' is set, but MOONCAKE_MASTER is the one that counts"
+    with pytest.raises(ConfigError, match=complaint):
         resolve({"protocol": "tcp"}, {"MOONCAKE_MASTER_ADDR": "h:1"})
 
 
@@ -143,12 +148,219 @@ def test_local_hostname_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("address", "endpoints"),
+    ("address", "expected"),
     [
         ("host:1", [("host", 1)]),
         ("[::1]:2", [("::1", 2)]),
         ("etcd://a:1;b:2", [("a", 1), ("b", 2)]),
+        ("etcd://a:1,b:2", [("a", 1), ("b", 2)]),
+        ("http://meta:8080/metadata", [("meta", 8080)]),
+        ("https://meta/metadata", [("meta", 443)]),
     ],
 )
-def test_master_endpoints(address: str, endpoints: list[tuple[str, int]]) -> None:
-    assert master_endpoints(address) == endpoints
+def test_endpoints(address: str, expected: list[tuple[str, int]]) -> None:
+    assert endpoints(address) == expected
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "host",
+        ":1",
+        "host:",
+        "host:x",
+        "host:65536",
+        "a:1;b:2",
+        "a b:1",
+        "redis://a:1",
+        "http://",
+        "http://h:x",
+        "etcd://",
+    ],
+)
+def test_endpoints_refuse(address: str) -> None:
+    with pytest.raises(ConfigError):
+        endpoints(address)
+
+
+def test_hosts_have_no_port() -> None:
+    assert all(map(is_host, ["node-1.cluster", "10.0.0.1", "::1", "fe80::1%eth0", "node_7"]))
+    assert not any(map(is_host, ["", "node:1", "10.0.0.1:1", "[::1]:1", "a b", "a/b", "tcp://a"]))
+
+
+def test_a_lookup_that_does_not_end_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave = threading.Event()
+    monkeypatch.setattr(addresses, "LOOKUP_SECONDS", 0.05)
+    monkeypatch.setattr(addresses.socket, "getaddrinfo", lambda *_, **__: leave.wait(60) and [])
+    assert not addresses.resolves("slow")
+    assert addresses.address_towards("slow", 1) == "127.0.0.1"
+    assert addresses.unreachable("slow:1", 0.05) == "slow:1: no answer in 0.05 s"
+    leave.set()
+
+
+# --- where each value came from -------------------------------------------------------------------------------------
+
+
+def test_every_setting_says_where_it_came_from() -> None:
+    env = {"MOONCAKE_GLOBAL_SEGMENT_SIZE": " 2gb ", "MOONCAKE_LOCAL_BUFFER_SIZE": "1gb", "MOONCAKE_DEVICE": "mlx5_0"}
+    settings = tcp({"local_buffer_size": "64mb"}, env).settings
+    assert {name: setting.source for name, setting in settings.items()} == {
+        "master_server_address": "init_kwargs",
+        "local_hostname": "this node's address",
+        "metadata_server": "default",
+        "protocol": "init_kwargs",
+        "device_name": "protocol tcp",
+        "global_segment_size": "environment variable MOONCAKE_GLOBAL_SEGMENT_SIZE",
+        "local_buffer_size": "init_kwargs",
+        "chunk_bytes": "default",
+    }
+    assert (settings["global_segment_size"].value, settings["local_buffer_size"].value) == ("2gb", "64mb")
+
+
+@pytest.mark.parametrize("name", sorted(config._FIELDS))
+def test_each_setting_falls_back_key_by_key(name: str, tmp_path: Path) -> None:
+    """kwarg over environment over default, for this setting alone: the others keep theirs."""
+    for device in ("mlx5_0", "mlx5_1"):
+        (tmp_path / device).mkdir()
+    values = {
+        "master_server_address": ("a:1", "b:2"),
+        "local_hostname": ("a", "b"),
+        "metadata_server": ("http://a:1", "etcd://b:2"),
+        "protocol": ("tcp", "rdma"),
+        "device_name": ("mlx5_0", "mlx5_1"),
+        "global_segment_size": ("1gb", "2gb"),
+        "local_buffer_size": ("3gb", "4gb"),
+        "chunk_bytes": ("5mb", "6mb"),
+    }
+    asked, in_environment = values[name]
+    variable = config._FIELDS[name].variable
+    base = {"master_server_address": MASTER} if name != "master_server_address" else {}
+    env = {variable: in_environment} if variable else {}
+
+    def value(kwargs: dict[str, Any], environment: dict[str, str]) -> Any:
+        found = resolve({**base, **kwargs}, environment, infiniband=tmp_path)
+        others = {other: setting.source for other, setting in found.settings.items() if other not in (name, *base)}
+        assert set(others.values()) <= {"default", "this node's address", "protocol tcp"}
+        return getattr(found, name)
+
+    def read(text: str) -> Any:
+        return parse_size(text) if text[-2:] in ("gb", "mb") else text
+
+    assert value({name: asked}, env) == value({name: asked}, {}) == read(asked)
+    if variable:
+        assert value({}, env) == read(in_environment)
+
+
+# --- contradictions -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "env", "expected"),
+    [
+        ({"device_name": "mlx5_0"}, {}, ["device_name = 'mlx5_0' (from init_kwargs)", "protocol = 'tcp'"]),
+        ({"protocol": None}, {"MOONCAKE_PROTOCOL": "tcp", "MOONCAKE_DEVICE": "m"}, ["MOONCAKE_DEVICE", "PROTOCOL"]),
+        ({"master_server_address": "a:1;b:2"}, {}, ["master_server_address", "'a:1;b:2'", "only etcd://"]),
+        ({"master_server_address": "http://a:1"}, {}, ["master_server_address", "'http://a:1'", "'host:port'"]),
+        ({"metadata_server": "meta:8080"}, {}, ["metadata_server", "'meta:8080'", "P2PHANDSHAKE", "http://"]),
+        ({"metadata_server": "redis://m:1"}, {}, ["metadata_server", "'redis://m:1'", "P2PHANDSHAKE", "etcd://"]),
+        ({"metadata_server": "p2phandshake"}, {}, ["metadata_server", "P2PHANDSHAKE"]),
+        ({"metadata_server": "http://"}, {}, ["metadata_server", "'http://'", "names no host"]),
+        ({"local_hostname": "node:17000"}, {}, ["local_hostname", "'node:17000'", "without a port"]),
+        ({}, {"MOONCAKE_LOCAL_HOSTNAME": "a b"}, ["local_hostname", "'a b'", "MOONCAKE_LOCAL_HOSTNAME"]),
+        ({"chunk_bytes": 0}, {}, ["chunk_bytes = 0 (from init_kwargs)", "at least 1"]),
+        ({"local_buffer_size": 0}, {}, ["local_buffer_size = 0 (from init_kwargs)", "at least one batch"]),
+        ({"chunk_bytes": "x"}, {}, ["chunk_bytes", "'x'"]),
+        ({"device_name": ["mlx5_0"]}, {}, ["device_name", "string"]),
+        ({"protocol": ["tcp"]}, {}, ["protocol", "tcp, rdma"]),
+        ({3: "x"}, {}, ["unknown setting 3"]),
+    ],
+)
+def test_contradictions_name_everything(kwargs: dict[Any, Any], env: dict[str, str], expected: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        tcp(kwargs, env)
+    for part in expected:
+        assert part in str(caught.value)
+
+
+def test_a_device_set_for_a_whole_cluster_yields_to_an_explicit_protocol() -> None:
+    assert tcp({}, {"MOONCAKE_DEVICE": "mlx5_0"}).device_name == ""
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+GIB = 1 << 30
+
+
+def host(root: Path, total: int, cgroup: str = "", limits: dict[str, object] | None = None) -> Path:
+    files = {"proc/meminfo": f"MemTotal: {total // 1024} kB\nMemFree: 5 kB\n", "proc/self/cgroup": cgroup}
+    for name, text in {**files, **(limits or {})}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{text}\n" if text != "" else "")
+    return root
+
+
+V1 = "4:memory:/pod/container\n3:cpuset,cpu:/\n0::/"
+V2 = "0::/pod/container"
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "limits", "expected"),
+    [
+        ("", {}, (64 * GIB, "MemTotal in /proc/meminfo")),
+        (V2, {"sys/fs/cgroup/pod/container/memory.max": "max"}, (64 * GIB, "MemTotal in /proc/meminfo")),
+        (V2, {"sys/fs/cgroup/pod/container/memory.max": 5}, (5, "/sys/fs/cgroup/pod/container/memory.max")),
+        (V2, {"sys/fs/cgroup/pod/container/memory.max": 5, "sys/fs/cgroup/pod/memory.max": 4},
+         (4, "/sys/fs/cgroup/pod/memory.max")),
+        (V2, {"sys/fs/cgroup/memory.max": 9}, (9, "/sys/fs/cgroup/memory.max")),  # a namespaced mount
+        ("0::/../other", {"sys/fs/cgroup/memory.max": 9}, (9, "/sys/fs/cgroup/memory.max")),
+        (V2, {"sys/fs/cgroup/elsewhere/memory.max": 9}, (64 * GIB, "MemTotal in /proc/meminfo")),
+        (V2, {"sys/fs/cgroup/pod/memory.max": "garbage"}, (64 * GIB, "MemTotal in /proc/meminfo")),
+        (V1, {"sys/fs/cgroup/memory/pod/container/memory.limit_in_bytes": 2**63 - 4096},
+         (64 * GIB, "MemTotal in /proc/meminfo")),
+        (V1, {"sys/fs/cgroup/memory/pod/memory.limit_in_bytes": 7},
+         (7, "/sys/fs/cgroup/memory/pod/memory.limit_in_bytes")),
+        (V1, {"sys/fs/cgroup/memory/memory.limit_in_bytes": 7}, (7, "/sys/fs/cgroup/memory/memory.limit_in_bytes")),
+    ],
+)  # fmt: skip
+def test_memory_limits(cgroup: str, limits: dict[str, object], expected: tuple[int, str], tmp_path: Path) -> None:
+    assert memory_limit(host(tmp_path, 64 * GIB, cgroup, limits)) == MemoryLimit(*expected)
+
+
+def test_this_host_has_a_limit_and_an_unknown_one_has_none(tmp_path: Path) -> None:
+    assert 0 < memory_limit().nbytes < 1 << 50
+    assert memory_limit(tmp_path).nbytes == sys.maxsize
+
+
+def test_a_segment_beyond_the_memory_is_refused_the_default_too(tmp_path: Path) -> None:
+    root = host(tmp_path, 64 * GIB, V2, {"sys/fs/cgroup/pod/memory.max": 8 * GIB})
+    expected = (
+        r"global_segment_size = '8gb' \(from default\).*8589934592.*/sys/fs/cgroup/pod/memory.max"
+        r".*MOONCAKE_GLOBAL_SEGMENT_SIZE.*contribute_segment=False"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        fit_to_host(tcp(), True, root)
+    assert fit_to_host(tcp(), False, root).local_buffer_size == 8 * GIB  # lends nothing
+    with pytest.raises(ConfigError, match=r"global_segment_size = '9gb' \(from init_kwargs\)"):
+        fit_to_host(tcp({"global_segment_size": "9gb"}), True, root)
+    assert fit_to_host(tcp({"global_segment_size": "7gb"}), True, root).global_segment_size == 7 * GIB
+
+
+def test_the_default_of_the_buffers_fits_itself_an_explicit_bound_is_refused(tmp_path: Path) -> None:
+    root = host(tmp_path, 16 * GIB)
+    assert fit_to_host(tcp(), True, root).local_buffer_size == 8 * GIB
+    assert fit_to_host(tcp({"local_buffer_size": "8gb"}), True, root).local_buffer_size == 8 * GIB
+    for size, contributes in (("17gb", False), ("9gb", True)):
+        asked = tcp({"local_buffer_size": size})
+        with pytest.raises(ConfigError, match=rf"local_buffer_size = '{size}' \(from init_kwargs\).*MemTotal"):
+            fit_to_host(asked, contributes, root)
+        from_env = tcp({}, {"MOONCAKE_LOCAL_BUFFER_SIZE": size})
+        with pytest.raises(ConfigError, match="from environment variable MOONCAKE_LOCAL_BUFFER_SIZE"):
+            fit_to_host(from_env, contributes, root)
+
+
+def test_a_hostname_without_an_address_is_refused() -> None:
+    unknown = tcp({"local_hostname": "no-such-host.invalid", "global_segment_size": "16mb"})
+    with pytest.raises(ConfigError, match=r"local_hostname = 'no-such-host.invalid' \(from init_kwargs\).*no address"):
+        fit_to_host(unknown, True)
+    fit_to_host(tcp({"local_hostname": "localhost", "global_segment_size": "16mb"}), True)

@@ -13,6 +13,7 @@ from mooncake_store import (
     BatchRef,
     ConfigError,
     IntegrityError,
+    MissingDependency,
     ObjectNotFound,
     ObjectStore,
     StoreClosed,
@@ -75,6 +76,16 @@ def test_put_and_get(store: ObjectStore) -> None:
     assert list(store.get(ref, fields=["rollout_ids"], rows=[1]).value["rollout_ids"]) == [8]
 
 
+def test_no_view_can_be_made_writable(store: ObjectStore, carrier: Memory) -> None:
+    batch = {**BATCH, "dense": np.ones((2, 3)), "tree": [{"a": np.ones(2)}, None]}
+    ref = store.put(batch)
+    carrier.objects[ref.key].flags.writeable = True  # what a backend's buffer is, once its owner says so
+    got = store.get(ref).value
+    for array in (*got["tokens"], got["rollout_ids"], got["dense"][0], got["tree"][0]["a"], got["dense"][:, 1:]):
+        with pytest.raises(ValueError, match="WRITEABLE"):
+            array.flags.writeable = True
+
+
 def test_put_takes_specs(store: ObjectStore) -> None:
     ref = store.put({"x": [[1], [2]]}, {"x": ValueSpec("typed_ragged", "uint8")})
     assert store.get(ref).value["x"][0].dtype == np.uint8
@@ -118,7 +129,11 @@ def test_context_manager_closes(carrier: Memory) -> None:
 
 
 def test_nothing_is_stored_when_a_value_is_refused(store: ObjectStore, carrier: Memory) -> None:
-    for bad in ({"tokens": [[1], [object()]]}, {"tokens": [[1]], "weight_versions": [["v1"]]}):
+    for bad in (
+        {"tokens": [[1], [object()]]},
+        {"tokens": [[1]], "weight_versions": [["v1"]]},
+        {"tokens": [[1]], "rollout_ids": ["one"]},
+    ):
         with pytest.raises(TypeError, match="row"):
             store.put(bad)
     assert not carrier.objects
@@ -186,10 +201,40 @@ def test_replica_num(replica_num: Any) -> None:
         open_store("mooncake", replica_num=replica_num)
 
 
-@pytest.mark.parametrize("run_id", ["", "a/b", "-x", "x" * 200, "a b"])
-def test_run_id(run_id: str) -> None:
+@pytest.mark.parametrize("run_id", ["", "a/b", "-x", "x" * 200, "a b", 7, b"x"])
+def test_run_id(run_id: Any) -> None:
     with pytest.raises(ConfigError, match="run_id"):
         open_store("mooncake", run_id=run_id)
+
+
+@pytest.mark.parametrize("backend", ["mooncake", "ray"])
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"init_kwargs": "a string"}, "init_kwargs = 'a string' is a str.*mapping"),
+        ({"init_kwargs": [("protocol", "tcp")]}, "init_kwargs.*list.*mapping"),
+        ({"init_kwargs": {1: 2}}, "init_kwargs has the key 1 of type int"),
+        ({"init_kwargs": {"protocol": "tcp", None: 2}}, "init_kwargs has the key None"),
+        ({"contribute_segment": "no"}, "contribute_segment = 'no'"),
+        ({"contribute_segment": 1}, "contribute_segment = 1"),
+    ],
+)
+def test_arguments_of_a_wrong_type(backend: str, arguments: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        open_store(backend, **arguments)
+
+
+@pytest.mark.parametrize("backend", [None, 5, ["ray"], b"ray"])
+def test_a_backend_is_a_name(backend: Any) -> None:
+    with pytest.raises(ConfigError, match=r"backend .* is a .*ray, mooncake"):
+        open_store(backend)
+
+
+def test_a_backend_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = EntryPoint("broken", "no_such_module:open", backends.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(backends, "entry_points", lambda **wanted: EntryPoints([entry]).select(**wanted))
+    with pytest.raises(MissingDependency, match=r"'broken' .*no_such_module:open"):
+        open_store("broken")
 
 
 @pytest.fixture
@@ -225,7 +270,8 @@ def test_a_third_party_backend(
     store = open_store("memory", {"key": "value"}, replica_num=2, contribute_segment=asked)
     carrier = store._carrier
     assert isinstance(carrier, Memory)
-    assert carrier.options == BackendOptions(store.run_id, {"key": "value"}, 2, contributes)
+    assert carrier.options == BackendOptions(store.run_id, {"key": "value"}, 2, asked)
+    assert carrier.options.contributes == contributes
     assert store.get(store.put(BATCH), as_lists=True).value == BATCH
     with pytest.raises(ConfigError, match="ray, mooncake, memory"):
         open_store("absent")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +18,9 @@ from hypothesis.extra import numpy as hnp
 from mooncake_store import BATCH_LEVEL, IntegrityError, ValueSpec, as_lists, batch_digest
 from mooncake_store.arrays import DTYPES
 from mooncake_store.layout import FORMAT, HEADER, MAGIC, decode, encode
+from mooncake_store.tensors import TORCH_DTYPES, is_tensor, restore
 
+NUMPY_DTYPES = [np.dtype(name) for name in DTYPES if name not in TORCH_DTYPES] + [np.dtype(">i4"), np.dtype(">f8")]
 Specs = dict[str, ValueSpec]
 
 
@@ -35,6 +37,9 @@ def round_trip(batch: dict[str, Any], specs: Specs | None = None, **options: Any
 
 def same(a: Any, b: Any) -> bool:
     """Equal in type, dtype, shape and value, NaN being equal to itself."""
+    if is_tensor(a):
+        kind = {1: torch.uint8, 2: torch.int16}[a.itemsize]
+        return is_tensor(b) and a.dtype == b.dtype and torch.equal(a.view(kind), b.view(kind))
     if isinstance(a, np.ndarray):
         return isinstance(b, np.ndarray) and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     if type(a) is not type(b):
@@ -43,72 +48,12 @@ def same(a: Any, b: Any) -> bool:
         return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, float) and math.isnan(a):
-        return math.isnan(b)
+    if isinstance(a, float | complex):
+        return bool(a == b) or repr(a) == repr(b)
     return bool(a == b)
 
 
 # --- what comes back, by kind of column -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(3,), (3, 0), (3, 2, 4)])
-def test_dense_arrays(dtype: str, shape: tuple[int, ...]) -> None:
-    array = np.arange(math.prod(shape)).reshape(shape).astype(dtype)
-    assert same(round_trip({"x": array})["x"], array)
-
-
-@pytest.mark.parametrize(
-    ("values", "dtype"),
-    [
-        ([1, 2, -3], "int64"),
-        ([1.5, math.nan, math.inf], "float64"),
-        ([True, False, True], "bool"),
-        ([np.int16(1), np.int16(2), np.int16(3)], "int16"),
-        ([1, np.int64(2), 3], "int64"),
-    ],
-)
-def test_lists_of_numbers_become_arrays(values: list[Any], dtype: str) -> None:
-    assert same(round_trip({"x": values})["x"], np.array(values, dtype=dtype))
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        [None, None, None],
-        [1, None, 2.5],
-        [1, 2.5, 3],
-        [True, 1, False],
-        ["a", "", "\N{SNOWMAN}"],
-        [b"\x00\xff", b"", b"x"],
-        [{"role": "user", "n": 1}, {}, {"deep": {"er": [1, (2, (3,)), None]}}],
-        [["7", "8"], ["default"], []],
-        [[1, 2], [1.5], [3]],
-        [[1, None], [2], []],
-        [[], [], []],
-        [[[1], [2, 3]], [[4]], []],
-        [(1, "a"), (), (None, [b"b"])],
-        [2**64 - 1, -(2**63), "x"],
-        [{1: "int key"}, {"s": 1.0}, {}],
-    ],
-)
-def test_other_values_come_back_as_they_went_in(values: list[Any]) -> None:
-    assert same(round_trip({"x": values})["x"], values)
-
-
-def test_ragged_lists_and_arrays() -> None:
-    rows = [[1, 2, 3], [], [4]]
-    for given_rows in (rows, [np.array(row, dtype=np.int64) for row in rows]):
-        got = round_trip({"x": given_rows})["x"]
-        assert [row.dtype for row in got] == [np.int64] * 3
-        assert [row.tolist() for row in got] == rows
-
-
-def test_ragged_rank_three_with_empty_rows() -> None:
-    rows = [np.arange(n * 6, dtype=np.int32).reshape(n, 2, 3) for n in (2, 0, 1)]
-    assert same(round_trip({"rollout_routed_experts": rows})["rollout_routed_experts"], rows)
-    lists = [row.tolist() for row in rows]
-    assert same(round_trip({"rollout_routed_experts": lists})["rollout_routed_experts"], rows)
 
 
 def test_layouts_of_memory_do_not_matter() -> None:
@@ -117,11 +62,6 @@ def test_layouts_of_memory_do_not_matter() -> None:
         assert same(round_trip({"x": array})["x"], base)
         assert batch_digest({"x": array}) == batch_digest({"x": base})
         assert same(round_trip({"x": list(array)})["x"], list(base))
-
-
-def test_zero_rank_rows() -> None:
-    rows = [np.array(3.5), np.array(4.5)]
-    assert same(round_trip({"x": rows})["x"], rows)
 
 
 def test_arrays_inside_dicts_are_views() -> None:
@@ -152,22 +92,6 @@ def test_empty_batches() -> None:
     assert same(round_trip({"tokens": [], "rewards": []}), {"tokens": [], "rewards": []})
 
 
-def test_torch_tensors() -> None:
-    torch = pytest.importorskip("torch")
-    base = torch.arange(12, dtype=torch.int32).reshape(3, 4)
-    rows = [base[0], base[1, :2], base[2, ::2]]
-    expected = [row.numpy() for row in rows]
-    assert same(round_trip({"x": rows, "y": base.T.contiguous().T}), {"x": expected, "y": base.numpy()})
-    assert same(round_trip({"x": [torch.ones(2, requires_grad=True)]})["x"], [np.ones(2, dtype=np.float32)])
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "complex64"])
-def test_torch_dtypes_that_numpy_lacks_are_refused(dtype: str) -> None:
-    torch = pytest.importorskip("torch")
-    with pytest.raises(TypeError, match=r"column 'x', row 1: .*cannot be stored"):
-        encode({"x": [torch.zeros(1), torch.zeros(1, dtype=getattr(torch, dtype))]})
-
-
 # --- specs ----------------------------------------------------------------------------------------------------------
 
 
@@ -176,6 +100,18 @@ def test_columns_of_a_rollout_batch_have_their_dtypes() -> None:
     assert {row.dtype.name for row in got["tokens"] + got["loss_masks"]} == {"int32"}
     assert {row.dtype.name for row in got["rollout_log_probs"]} == {"float32"}
     assert got["rollout_log_probs"][0][0] == np.float32(-0.1)
+
+
+@pytest.mark.parametrize("tokens", [[[1], [2**31]], [np.array([1]), np.array([2**31])]])
+def test_tokens_beyond_int32_are_refused(tokens: Any) -> None:
+    with pytest.raises(OverflowError, match=r"column 'tokens', row 1: .*int32"):
+        encode({"tokens": tokens})
+
+
+def test_routed_experts_as_nested_lists_with_an_empty_row() -> None:
+    rows = [np.arange(n * 6, dtype=np.int32).reshape(n, 2, 3) for n in (2, 0, 1)]
+    batch = {"tokens": [[1] * (len(row) + 1) for row in rows], "rollout_routed_experts": [row.tolist() for row in rows]}
+    assert same(round_trip(batch)["rollout_routed_experts"], rows)
 
 
 def test_a_known_column_with_missing_rows_is_kept() -> None:
@@ -189,15 +125,6 @@ def test_an_explicit_spec_wins() -> None:
     assert got["tokens"][0].dtype == np.int64
 
 
-def test_codecs() -> None:
-    rows = [[1, 2], [3, 4]]
-    assert same(round_trip({"x": rows}, {"x": ValueSpec("msgpack_ragged")})["x"], rows)
-    assert same(round_trip({"x": rows}, {"x": ValueSpec("ndarray", "int16")})["x"], np.array(rows, dtype=np.int16))
-    assert same(round_trip({"x": [1, 2]}, {"x": ValueSpec("auto", "float32")})["x"], np.array([1, 2], dtype=np.float32))
-    tensors = [{"a": np.ones(2)}, None]
-    assert same(round_trip({"x": tensors}, {"x": ValueSpec("ragged_tensor_dict")})["x"], tensors)
-
-
 @pytest.mark.parametrize("values", [["a", "b"], [None, 1], [[1, 2], [3]], [[1], [1.5]], [{}, {}]])
 def test_rows_that_are_not_one_array(values: list[Any]) -> None:
     with pytest.raises(TypeError, match="column 'x'"):
@@ -209,56 +136,13 @@ def test_spec_dtypes(dtype: Any) -> None:
     assert ValueSpec("typed_ragged", dtype).dtype == "int32"
 
 
-@pytest.mark.parametrize("kwargs", [{"codec": "pickle"}, {"dtype": "complex64"}, {"dtype": "str"}, {"dtype": "nope"}])
+@pytest.mark.parametrize("kwargs", [{"codec": "pickle"}, {"dtype": "longdouble"}, {"dtype": "str"}, {"dtype": "nope"}])
 def test_spec_refuses(kwargs: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="allowed"):
         ValueSpec(**kwargs)
 
 
 # --- refusals, which name the column and the row --------------------------------------------------------------------
-
-
-class Opaque:
-    pass
-
-
-@pytest.mark.parametrize(
-    "value", [Opaque(), {1, 2}, 1j, lambda: 0, np.datetime64("2026-01-01"), np.zeros(1, complex), {(1,): 2}, "\ud800"]
-)
-def test_unsupported_values(value: Any) -> None:
-    with pytest.raises(TypeError, match=r"column 'meta', row 1"):
-        encode({"tokens": [[1], [2]], "meta": [{"fine": 1}, {"bad": value}]})
-    with pytest.raises(TypeError, match="column 'meta'"):
-        encode({"tokens": [[1], [2]], "meta": value})
-
-
-def test_self_reference_is_refused() -> None:
-    loop: list[Any] = []
-    loop.append(loop)
-    with pytest.raises(TypeError, match=r"column 'x', row 0.*contains itself"):
-        encode({"x": [loop]})
-
-
-@pytest.mark.parametrize(
-    ("batch", "specs"),
-    [
-        ({"tokens": [[1], [2**31]]}, None),
-        ({"tokens": [np.array([1]), np.array([2**31])]}, None),
-        ({"x": [[1], [2**63]]}, None),
-        ({"x": [[1.0], [1e39]]}, {"x": ValueSpec("typed_ragged", "float32")}),
-        ({"x": [np.array([1.0]), np.array([1e39])]}, {"x": ValueSpec("typed_ragged", "float32")}),
-        ({"x": [[0], [-1]]}, {"x": ValueSpec("typed_ragged", "uint8")}),
-    ],
-)
-def test_overflow_is_an_error(batch: dict[str, Any], specs: Specs | None) -> None:
-    name = next(iter(batch))
-    with pytest.raises(OverflowError, match=rf"column '{name}', row 1"):
-        encode(batch, specs)
-
-
-def test_overflow_of_scalars_names_the_element() -> None:
-    with pytest.raises(OverflowError, match=r"column 'x'.*element 1"):
-        encode({"x": [0, 2**63]})
 
 
 @pytest.mark.parametrize("row", [[1.5], [None], ["a"], [[1], 2], [["a"]], [[2**70]], "ab", 7, np.array([1.5])])
@@ -348,11 +232,14 @@ atoms = (
     | st.binary(max_size=5)
 )
 arrays = hnp.arrays(
-    st.sampled_from([np.dtype(name) for name in DTYPES] + [np.dtype(">i4"), np.dtype(">f8")]),
+    st.sampled_from(NUMPY_DTYPES) | hnp.datetime64_dtypes() | hnp.timedelta64_dtypes(),
     hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3),
 )
+bfloat16 = hnp.arrays(np.uint16, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3)).map(
+    lambda bits: restore(bits.view(TORCH_DTYPES["bfloat16"]))
+)
 trees = st.recursive(
-    atoms | arrays,
+    atoms | arrays | bfloat16,
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.lists(inner, max_size=3).map(tuple)
@@ -372,6 +259,7 @@ def columns(rows: int) -> st.SearchStrategy[Any]:
         of(st.floats()),
         of(trees),
         of(st.none() | arrays),
+        of(bfloat16),
         of(st.lists(st.integers(-9, 9), max_size=4)),
         of(st.lists(st.floats(width=32), max_size=4)),
         of(st.lists(st.booleans(), max_size=4)),
@@ -402,7 +290,7 @@ def test_encoding_what_was_decoded_gives_the_same_bytes(batch: dict[str, Any]) -
 @given(batches)
 def test_values_survive(batch: dict[str, Any]) -> None:
     def plain(value: Any) -> Any:
-        if isinstance(value, np.ndarray | np.generic):
+        if isinstance(value, np.ndarray | np.generic) or is_tensor(value):
             return plain(value.tolist())
         if isinstance(value, list | tuple):
             return type(value)(map(plain, value))
@@ -549,7 +437,6 @@ def test_a_writer_that_died_midway_leaves_nothing_readable() -> None:
 
 
 def test_every_column_of_the_same_batch_has_one_digest_whatever_carried_it() -> None:
-    torch = pytest.importorskip("torch")
     rows = [[1, 2, 3], [4]]
     digests = {
         batch_digest({"tokens": tokens})

@@ -72,7 +72,58 @@ def test_provenance(batch: dict[str, Any], expected: tuple[int | None, ...]) -> 
     assert provenance(batch) == expected
 
 
-@pytest.mark.parametrize("version", ["v7", "-1", "7.0", True, 1.5])
-def test_a_version_that_is_not_decimal_is_named(version: Any) -> None:
-    with pytest.raises(TypeError, match=r"'weight_versions', row 1"):
-        provenance({"weight_versions": [["1"], [version]]})
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        ({"weight_versions": np.array([7, 9])}, (7, 9, None)),
+        ({"weight_versions": [[np.int64(7)], [np.str_("9")], "default"]}, (7, 9, None)),
+        ({"weight_versions": [np.array([7, 8]), np.array(["9"])]}, (7, 9, None)),
+        ({"weight_versions": ("7", ("8", None))}, (7, 8, None)),
+        ({"weight_versions": "default"}, (None, None, None)),
+        ({"weight_versions": "12"}, (12, 12, None)),
+        ({"weight_versions": 12}, (12, 12, None)),
+        ({"weight_versions": str(2**63 - 1)}, (2**63 - 1, 2**63 - 1, None)),
+        ({"rollout_ids": [np.int32(3), 2]}, (None, None, 2)),
+        ({"rollout_ids": [[4, 5], [3]]}, (None, None, 3)),
+        ({"rollout_ids": [None, -1]}, (None, None, -1)),
+        ({"rollout_ids": 7}, (None, None, 7)),
+    ],
+)
+def test_provenance_from_other_types(batch: dict[str, Any], expected: tuple[int | None, ...]) -> None:
+    found = provenance(batch)
+    assert found == expected
+    assert all(type(value) in (int, type(None)) for value in found)  # they travel as JSON
+
+
+def test_provenance_from_tensors() -> None:
+    torch = pytest.importorskip("torch")
+    batch = {"weight_versions": [torch.tensor([7]), torch.tensor([8, 9])], "rollout_ids": torch.tensor([5, 4])}
+    assert provenance(batch) == (7, 9, 4)
+
+
+@pytest.mark.parametrize(
+    "version",
+    ["v7", "-1", "7.0", "", " 7", "\N{FULLWIDTH DIGIT SEVEN}", "9" * 19, "9" * 5000, -1,
+     2**63, True, 1.5, np.float32(1),
+     np.bool_(True), np.datetime64(5, "ns"), ["7"], {"v": 7}, b"7", object()],
+)  # fmt: skip
+def test_a_version_that_is_none_is_named(version: Any) -> None:
+    for rows in ([["1"], [version]], [["1"], ["2", version]]):
+        with pytest.raises(TypeError, match=r"column 'weight_versions', row 1: .*decimal"):
+            provenance({"weight_versions": rows})
+    if not isinstance(version, list):
+        with pytest.raises(TypeError, match=r"column 'weight_versions', row 1"):
+            provenance({"weight_versions": ["1", version]})
+
+
+@pytest.mark.parametrize("rollout_id", ["1", "default", 1.0, True, 2**63, np.float64(1), [[1]], {"id": 1}, b"1"])
+def test_a_rollout_id_that_is_none_is_named(rollout_id: Any) -> None:
+    with pytest.raises(TypeError, match=r"column 'rollout_ids', row 1: .*ints"):
+        provenance({"rollout_ids": [1, rollout_id]})
+
+
+@pytest.mark.parametrize("column", [np.array([[1.5], [2.5]]), {"a": 1}, 1.5])
+def test_a_column_of_something_else_is_named(column: Any) -> None:
+    for name in ("weight_versions", "rollout_ids"):
+        with pytest.raises(TypeError, match=rf"column '{name}', row 0"):
+            provenance({name: column})
