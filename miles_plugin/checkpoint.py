@@ -101,10 +101,9 @@ def check_save(config: TrainConfig) -> None:
             f"save={config.save} holds the checkpoints of another run; resume it with --load {config.save}, or name "
             "another directory"
         )
-    try:
-        config.save.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"save={config.save}: {error}; name a directory that can be made and written") from error
+    there = next(path for path in (config.save.absolute(), *config.save.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ConfigError(f"save={config.save}: {there} is no directory that can be written; name another")
 
 
 @contextlib.contextmanager
@@ -117,12 +116,18 @@ def claim(save: Path | None) -> Iterator[None]:
     if save is None:
         yield
         return
+    save.mkdir(parents=True, exist_ok=True)
     with (save / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ConfigError(f"save={save}: another running job saves there; stop it, or name another") from None
         yield
+
+
+def rewind(resume: Resume) -> None:
+    """Make the checkpoint that a run goes on from the newest one of its directory; later ones will be replaced."""
+    _point_to(resume.directory)
 
 
 def begin(save: Path, number: int) -> Path:
@@ -135,19 +140,23 @@ def begin(save: Path, number: int) -> Path:
 
 def commit(partial: Path, progress: Progress, config: TrainConfig, report: Mapping[str, Any]) -> Path:
     """Make `partial`, which holds the trainers' state, the newest checkpoint of its directory. Durable on return."""
-    save, final = partial.parent, partial.with_suffix("")
+    final = partial.with_suffix("")
     settings = {name: config.model_dump(mode="json")[name] for name in _SHARED_SETTINGS}
     _write(partial / _REPORT, json.dumps(report))
     _write(partial / _JOB, json.dumps({"format": FORMAT, "settings": settings, "progress": asdict(progress)}, indent=1))
     _sync_directory(partial)
-    if final.exists():  # from a run that was resumed at an earlier checkpoint than its newest
+    if final.exists():  # of a run before it was rewound
         shutil.rmtree(final)
     partial.rename(final)
-    pointer = save / f"{LATEST}.partial"
-    _write(pointer, f"{int(final.name.removeprefix('iter_'))}\n")
-    pointer.rename(save / LATEST)
-    _sync_directory(save)
+    _point_to(final)
     return final
+
+
+def _point_to(newest: Path) -> None:
+    pointer = newest.parent / f"{LATEST}.partial"
+    _write(pointer, f"{int(newest.name.removeprefix('iter_'))}\n")
+    pointer.rename(newest.parent / LATEST)
+    _sync_directory(newest.parent)
 
 
 def _latest_number(directory: Path) -> int:

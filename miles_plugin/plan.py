@@ -1,6 +1,160 @@
+"""What a job would start: `--dry-run`. Processes by node, memory, ports, and where each store setting came from.
+
+The memory of a process is an estimate: what its parts took on two CPU cores with a tiny policy (proportional set size,
+Ray 2.60, SGLang 0.5.23, torch 2.13), plus what the settings and the checkpoint's size add.
+"""
+
+import io
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
 from miles_plugin.arguments import TrainConfig
-from miles_plugin.preflight import Plan
+from miles_plugin.cluster import LOOPBACK, OBJECT_STORE_BYTES, ROLLOUT_NODE, trainer_node
+from miles_plugin.preflight import PENDING_MASTER, Plan
+from mooncake_store.config import resolve
+from mooncake_store.memory import memory_limit
+
+_MB = 1024**2
+# Measured, in MB. An engine is three processes; a node is a raylet with its agents, the first one also the GCS.
+_DRIVER, _MASTER, _HEAD, _NODE, _MANAGER, _RANK, _ENGINE = 600, 50, 450, 150, 450, 550, 1550
+# float32 weights, gradients and two moments, for each byte of a bfloat16 checkpoint.
+_TRAINED_PER_CHECKPOINT_BYTE = 8
+_TINY_CHECKPOINT_BYTES = 2 * _MB
+
+
+@dataclass(frozen=True)
+class PlannedProcess:
+    """One kind of process on one node.
+
+    memory: bytes of all `count` of them together, about. ports: what each listens on.
+    """
+
+    node: str
+    process: str
+    count: int
+    memory: int
+    ports: str
+
+
+def processes(config: TrainConfig, plan: Plan) -> list[PlannedProcess]:
+    """Everything the job would start, the driver included."""
+    weights = _checkpoint_bytes(config.hf_checkpoint)
+    segment = 0
+    planned = [PlannedProcess("driver", "miles-mooncake train", 1, _DRIVER * _MB, "")]
+    if config.object_store_backend == "mooncake":
+        segment = _store(config, plan).global_segment_size
+        if plan.own_master:
+            planned.append(PlannedProcess("driver", "mooncake_master", 1, _MASTER * _MB, "RPC, metrics"))
+    engines = config.rollout_num_gpus // config.rollout_num_gpus_per_engine
+    planned += [
+        PlannedProcess(ROLLOUT_NODE, "Ray head", 1, _HEAD * _MB + OBJECT_STORE_BYTES, "GCS, raylet, agents"),
+        PlannedProcess(ROLLOUT_NODE, "rollout manager", 1, _MANAGER * _MB, "Ray"),
+        PlannedProcess(ROLLOUT_NODE, "SGLang engine", engines, engines * (_ENGINE * _MB + weights), "HTTP, internal"),
+    ]
+    ranks = config.actor_num_gpus_per_node
+    trained = _TRAINED_PER_CHECKPOINT_BYTE * weights // config.world_size
+    for index in range(config.actor_num_nodes):
+        node = trainer_node(index)
+        planned += [
+            PlannedProcess(node, "Ray node", 1, _NODE * _MB + OBJECT_STORE_BYTES, "raylet, agents"),
+            PlannedProcess(node, "trainer rank", ranks, ranks * (_RANK * _MB + trained), "Ray, gloo or NCCL, Mooncake"),
+        ]
+        if segment:
+            planned.append(PlannedProcess(node, "Mooncake segment (in local rank 0)", 1, segment, ""))
+    return planned
 
 
 def describe(config: TrainConfig, plan: Plan) -> str:
-    return ""
+    """The plan as text for a terminal, or as one JSON object with `--log-format json`."""
+    planned = processes(config, plan)
+    facts = _facts(config, plan)
+    store = _store_settings(config, plan)
+    if config.log_format == "json":
+        return json.dumps(
+            {"event": "plan", **facts, "object_store_settings": store, "processes": [asdict(item) for item in planned]}
+        )
+    return _text(facts, store, planned)
+
+
+def _facts(config: TrainConfig, plan: Plan) -> dict[str, Any]:
+    gpus = sum(len(node.gpus) for node in [plan.rollout_node, *plan.trainer_nodes])
+    directory = config.report or Path("runs") / (config.run_id or "<run id>")
+    total = sum(item.memory for item in processes(config, plan))
+    limit = memory_limit()
+    return {
+        "rollouts": f"{config.num_rollout} of {config.rollout_batch_size} prompts x {config.n_samples_per_prompt} "
+        f"samples, {config.num_steps_per_rollout} optimizer steps each; reward_control {config.reward_control}",
+        "policy": str(config.hf_checkpoint or "tiny Qwen3, made and warm-started"),
+        "weight update": config.update_weight_transfer_mode,
+        "report": str(directory.absolute()),
+        "resume": str(plan.resume.directory) if plan.resume else "no, from the beginning",
+        "save": f"{config.save}, every {config.save_interval} rollouts" if config.save else "nothing",
+        "devices": f"{gpus} GPUs" if gpus else f"CPU ({os.cpu_count()} cores)",
+        "addresses": f"{LOOPBACK}, free ports chosen at the start; Ray on 127.0.0.2",
+        "memory": f"about {_gb(total)} of {_gb(limit.nbytes)} ({limit.source})",
+    }
+
+
+def _store(config: TrainConfig, plan: Plan) -> Any:
+    pending = {"master_server_address": PENDING_MASTER} if plan.own_master else {}
+    return resolve({**config.mooncake_store_init_kwargs, **pending}, os.environ)
+
+
+def _store_settings(config: TrainConfig, plan: Plan) -> dict[str, dict[str, Any]]:
+    """By setting: its value and where it came from; empty with the ray backend."""
+    if config.object_store_backend != "mooncake":
+        return {}
+    resolved = _store(config, plan)
+    settings = {
+        name: {"value": getattr(resolved, name), "source": setting.source}
+        for name, setting in resolved.settings.items()
+    }
+    if plan.own_master:
+        settings["master_server_address"] = {"value": f"{LOOPBACK}:<free port>", "source": "started by the job"}
+    return settings
+
+
+def _text(facts: dict[str, Any], store: dict[str, dict[str, Any]], planned: Iterable[PlannedProcess]) -> str:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title, justify in (
+        ("node", "left"),
+        ("process", "left"),
+        ("count", "right"),
+        ("memory", "right"),
+        ("ports", "left"),
+    ):
+        table.add_column(title, justify=justify)  # type: ignore[arg-type]
+    for item in planned:
+        table.add_row(item.node, item.process, str(item.count), _gb(item.memory), item.ports)
+    about = Table.grid(padding=(0, 2))
+    for name, value in facts.items():
+        about.add_row(name, str(value))
+    settings = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("Mooncake setting", "value", "from"):
+        settings.add_column(title)
+    for name, setting in store.items():
+        settings.add_row(name, str(setting["value"]), setting["source"])
+    console = Console(file=io.StringIO(), width=120, highlight=False, color_system=None)
+    console.print("dry run: everything was checked, nothing was started\n")
+    for part in (about, table, *([settings] if store else [])):
+        console.print(part)
+        console.print()
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in text.rstrip().splitlines())
+
+
+def _checkpoint_bytes(path: Path | None) -> int:
+    if path is None:
+        return _TINY_CHECKPOINT_BYTES
+    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+
+def _gb(nbytes: int) -> str:
+    return f"{nbytes / 1024**3:.1f} GB"

@@ -16,7 +16,7 @@ from mooncake_store.master import find_master
 from mooncake_store.memory import memory_limit
 
 # Stands for the address of a master that the job will start, while the other settings are checked.
-_PENDING_MASTER = "127.0.0.1:1"
+PENDING_MASTER = "127.0.0.1:1"
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def _check_store(config: TrainConfig) -> bool:
     own_master = not kwargs.get("master_server_address") and not os.environ.get(MASTER_VARIABLE)
     # Whoever set the variable that nobody reads meant a master; resolving without an address says so.
     pending = own_master and not os.environ.get(MISTAKEN_MASTER_VARIABLE)
-    resolved = resolve({**kwargs, "master_server_address": _PENDING_MASTER} if pending else kwargs, os.environ)
+    resolved = resolve({**kwargs, "master_server_address": PENDING_MASTER} if pending else kwargs, os.environ)
     fit_to_host(resolved, contributes=True)
     _check_all_segments(config, resolved.global_segment_size)
     if own_master:

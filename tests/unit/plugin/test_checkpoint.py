@@ -1,0 +1,222 @@
+"""Checkpoints on disk: complete or absent, whatever is cut off, and never another run's."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_plugin import checkpoint
+from miles_plugin.arguments import TrainConfig
+from miles_plugin.arguments_sources import load_config
+from miles_plugin.checkpoint import Progress
+from miles_plugin.version import VersionAuthority
+from mooncake_store.errors import ConfigError
+
+REPORT = {"run_id": "first"}
+
+
+def config(*argv: str) -> TrainConfig:
+    return load_config(argv)
+
+
+def save(directory: Path, number: int, argv: tuple[str, ...] = (), version: int = 3) -> Path:
+    partial = checkpoint.begin(directory, number)
+    (partial / "state").write_text(f"state after {number}")
+    progress = Progress("real", number, {"cursor": 8 * number}, version)
+    return checkpoint.commit(partial, progress, config("--save", str(directory), *argv), REPORT)
+
+
+def test_what_was_saved_is_found_again(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    saved = save(tmp_path, 4)
+    assert [entry.name for entry in sorted(tmp_path.glob("iter_*"))] == ["iter_0000002", "iter_0000004"]
+    resume = checkpoint.find(config("--load", str(tmp_path)))
+    assert resume is not None
+    assert resume.directory == saved
+    assert resume.progress == Progress("real", 4, {"cursor": 32}, 3)
+    assert resume.report == REPORT
+    assert (resume.directory / "state").read_text() == "state after 4"
+    earlier = checkpoint.find(config("--load", str(tmp_path / "iter_0000002")))
+    assert earlier is not None
+    assert earlier.progress.rollouts_done == 2
+
+
+def test_without_load_there_is_nothing_to_resume() -> None:
+    assert checkpoint.find(config()) is None
+
+
+def test_a_job_that_restarts_itself_begins_when_nothing_was_saved_yet(tmp_path: Path) -> None:
+    assert checkpoint.find(config("--load", str(tmp_path / "new"), "--save", str(tmp_path / "new"))) is None
+    with pytest.raises(ConfigError, match=r"load=.*no latest_checkpointed_iteration\.txt.*--save"):
+        checkpoint.find(config("--load", str(tmp_path / "new")))
+
+
+@pytest.mark.parametrize("killed_before", ["_write", "rename", "_sync_directory"])
+@pytest.mark.parametrize("rewound", [False, True])
+def test_a_crash_at_any_moment_leaves_the_checkpoint_before(
+    killed_before: str, rewound: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process dies before the n-th call of each kind: what is found is complete, the old one or the new one."""
+
+    class Killed(Exception):
+        pass
+
+    def dying(original: Callable[..., Any], survives: int) -> Callable[..., Any]:
+        calls = iter(range(survives))
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            if next(calls, None) is None:
+                raise Killed
+            return original(*arguments, **options)
+
+        return call
+
+    owner: Any = Path if killed_before == "rename" else checkpoint
+    seen = set()
+    for survives in range(10):
+        directory = tmp_path / str(survives)
+        save(directory, 2)
+        if rewound:  # and reaches again what it had saved before
+            save(directory, 4)
+            earlier = checkpoint.find(config("--load", str(directory / "iter_0000002")))
+            assert earlier is not None
+            checkpoint.rewind(earlier)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, killed_before, dying(getattr(owner, killed_before), survives))
+            try:
+                save(directory, 4)
+                finished = True
+            except Killed:
+                finished = False
+        resume = checkpoint.find(config("--load", str(directory)))
+        assert resume is not None
+        found = resume.progress.rollouts_done
+        assert (resume.directory / "state").read_text() == f"state after {found}"
+        seen.add(found)
+        save(directory, 4)  # the next run is not in the way of what was left
+        if finished:
+            assert found == 4
+            break
+    assert seen == {2, 4}
+
+
+def test_a_run_resumed_earlier_replaces_the_later_checkpoints_it_reaches(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    save(tmp_path, 4)
+    resume = checkpoint.find(config("--load", str(tmp_path / "iter_0000002")))
+    assert resume is not None
+    checkpoint.rewind(resume)
+    resume = checkpoint.find(config("--load", str(tmp_path)))
+    assert resume is not None
+    assert resume.progress.rollouts_done == 2
+    save(tmp_path, 4, version=9)
+    resume = checkpoint.find(config("--load", str(tmp_path)))
+    assert resume is not None
+    assert resume.progress.version == 9
+
+
+def test_versions_continue_above_what_was_used_after_the_checkpoint(tmp_path: Path) -> None:
+    versions = VersionAuthority(tmp_path / checkpoint.VERSIONS_LOG)
+    for _ in range(3):
+        versions.allocate()
+    save(tmp_path, 2, version=2)
+    for _ in range(4):  # the job went on, and was killed before it saved again
+        versions.allocate()
+    resume = checkpoint.find(config("--load", str(tmp_path)))
+    assert resume is not None
+    assert resume.newest_version() == 6
+    elsewhere = VersionAuthority(tmp_path / "elsewhere.log")
+    elsewhere.continue_above(resume.newest_version())
+    assert elsewhere.allocate() == 7
+    assert VersionAuthority(tmp_path / "elsewhere.log").allocate() == 8, "also when the log is read back"
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--seed", "1"], "seed=0, this one has seed=1"),
+        (["--task", "leg_counting"], "task='spell_backward'"),
+        (["--task-kwargs", '{"min_word_len": 3}'], "task_kwargs"),
+        (["--tiny-num-layers", "2"], "tiny_num_layers=3"),
+        (["--prompt-data", "x.jsonl"], "prompt_data=None"),
+    ],
+)
+def test_a_job_with_other_data_or_another_model_does_not_resume(argv: list[str], expected: str, tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    with pytest.raises(ConfigError) as caught:
+        checkpoint.find(config("--load", str(tmp_path), *argv))
+    assert expected in str(caught.value)
+    assert "set it back, or start anew" in str(caught.value)
+
+
+def test_what_may_change_between_runs(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    argv = ["--lr", "1", "--num-rollout", "99", "--object-store-backend", "mooncake", "--actor-num-gpus-per-node", "4"]
+    assert checkpoint.find(config("--load", str(tmp_path), *argv)) is not None
+
+
+def test_the_save_directory_of_another_run_is_refused(tmp_path: Path) -> None:
+    saved = save(tmp_path, 2)
+    with pytest.raises(ConfigError, match=r"save=.*another run.*--load"):
+        checkpoint.check_save(config("--save", str(tmp_path)))
+    for load in (tmp_path, saved):
+        checkpoint.check_save(config("--save", str(tmp_path), "--load", str(load)))
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"save=.*no directory that can be written"):
+        checkpoint.check_save(config("--save", str(tmp_path / "file" / "below")))
+    checkpoint.check_save(config("--save", str(tmp_path / "new")))
+    assert not (tmp_path / "new").exists(), "checking makes nothing"
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (lambda saved: (saved.parent / checkpoint.LATEST).write_text("7\n"), "there are: iter_0000002"),
+        (lambda saved: (saved.parent / checkpoint.LATEST).write_text("x"), "'x', which is no complete checkpoint"),
+        (lambda saved: shutil.rmtree(saved), "there are: none"),
+        (lambda saved: (saved / "job.json").write_text("{"), "not a complete checkpoint"),
+        (lambda saved: (saved / "job.json").write_text('{"format": 1}'), "not a complete checkpoint"),
+        (lambda saved: (saved / "report.json").unlink(), "not a complete checkpoint"),
+        (
+            lambda saved: (saved / "job.json").write_text(
+                json.dumps({**json.loads((saved / "job.json").read_text()), "format": 2})
+            ),
+            "format 2, this package reads format 1",
+        ),
+    ],
+)
+def test_a_damaged_directory_is_named_with_the_next_step(
+    damage: Callable[[Path], object], expected: str, tmp_path: Path
+) -> None:
+    damage(save(tmp_path, 2))
+    with pytest.raises(ConfigError) as caught:
+        checkpoint.find(config("--load", str(tmp_path)))
+    assert expected in str(caught.value)
+
+
+def test_two_jobs_cannot_save_in_one_place(tmp_path: Path) -> None:
+    holder = subprocess.Popen(
+        [
+            sys.executable, "-c",
+            "import sys; from pathlib import Path; from miles_plugin import checkpoint\n"
+            "with checkpoint.claim(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()",
+            str(tmp_path),
+        ],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(os.environ),
+    )  # fmt: skip
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(ConfigError, match="another running job saves there"), checkpoint.claim(tmp_path):
+        pass
+    holder.kill()
+    holder.wait()
+    with checkpoint.claim(tmp_path):
+        pass
+    with checkpoint.claim(None):
+        pass

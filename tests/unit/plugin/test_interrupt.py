@@ -1,0 +1,65 @@
+"""Ctrl-C on a process that has started others, some in sessions of their own and some that ignore signals."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("psutil", reason="the extra `train` is not installed")
+
+PARENT = """
+import subprocess, sys, time
+from miles_plugin import interrupt
+interrupt.install()
+child = "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); " \\
+        "signal.signal(signal.SIGINT, signal.SIG_IGN); " \\
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True); " \\
+        "print('ready', flush=True); time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", child], start_new_session=True)
+try:
+    time.sleep(600)
+except KeyboardInterrupt:
+    print("cleaning up", flush=True)
+    time.sleep(600)
+"""
+
+
+def marked(mark: str) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and f"TEST_MARK={mark}".encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("signals", [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGINT)])
+def test_the_second_one_ends_every_process_at_once(signals: tuple[int, int]) -> None:
+    mark = uuid.uuid4().hex
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "TEST_MARK": mark},
+    )  # fmt: skip
+    assert parent.stdout is not None
+    try:
+        assert parent.stdout.readline() == "ready\n"
+        while len(marked(mark)) < 3:
+            time.sleep(0.02)
+        parent.send_signal(signals[0])
+        assert parent.stdout.readline() == "cleaning up\n", "the first is an ordinary KeyboardInterrupt"
+        assert len(marked(mark)) == 3
+        parent.send_signal(signals[1])
+        assert parent.wait(30) == 130
+        assert marked(mark) == [], "nothing is left at the moment the command returns"
+    finally:
+        for pid in marked(mark):
+            os.kill(pid, signal.SIGKILL)
+        parent.wait()
+    assert "once more ends everything at once" in parent.stderr.read()  # type: ignore[union-attr]
