@@ -58,6 +58,10 @@ class Resume:
     settings: Mapping[str, Any]
     report: Mapping[str, Any]
 
+    def is_in(self, directory: Path) -> bool:
+        """Whether this is a checkpoint of `directory`."""
+        return self.directory.resolve().parent == directory.resolve()
+
     def newest_version(self) -> int:
         """The highest policy version known to be used: the job may have gone on for a while after it saved."""
         log = self.directory.parent / VERSIONS_LOG

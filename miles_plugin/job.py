@@ -35,7 +35,7 @@ def train(config: TrainConfig) -> Path:
     """
     plan = check(config)
     with checkpoint.claim(config.save):
-        if plan.resume is not None and config.save is not None:
+        if plan.resume is not None and config.save is not None and plan.resume.is_in(config.save):
             checkpoint.rewind(plan.resume)
         run_id = config.run_id or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         directory = _report_directory(config, run_id)

@@ -23,8 +23,8 @@ pytestmark = pytest.mark.integration
 ARGUMENTS = ["--num-steps-per-rollout", "2", "--lr", "1e-3", "--rollout-temperature", "0.8", "--clip-grad", "0.05"]
 
 
-def shards(ranks: int) -> list[dict[str, Any]]:
-    rng = np.random.default_rng(0)
+def shards(ranks: int, seed: int = 0) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(seed)
     samples = make_samples(groups=8, size=4)
     for sample in samples:
         sample.tokens = rng.integers(2, 258, len(sample.tokens) + int(rng.integers(0, 9))).tolist()
