@@ -1,5 +1,6 @@
 # make demo    install what is needed into .venv, run the main job on this machine
-# make test    the tests that need no GPU
+# make test    the tests that need no GPU, under ten minutes on two cores
+# make test-full    also the long ones: every part killed, resumed runs that learn, both backends
 # make lint    formatting, lint and types
 # Variables: PYTHON=python3.12 (which interpreter), TORCH_INDEX=URL (another package index for torch), VENV=DIR
 VENV ?= .venv
@@ -8,7 +9,7 @@ TORCH_INDEX ?=
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint clean
+.PHONY: help demo test test-full lint clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -26,6 +27,9 @@ lint: $(INSTALLED)
 	@$(VENV)/bin/mypy
 
 test: $(INSTALLED) lint
+	@PYTHONWARNINGS="ignore:builtin type:DeprecationWarning" $(VENV)/bin/python -m pytest -m "not slow"
+
+test-full: $(INSTALLED) lint
 	@PYTHONWARNINGS="ignore:builtin type:DeprecationWarning" $(VENV)/bin/python -m pytest
 
 clean:

@@ -150,6 +150,7 @@ def _step(config: TrainConfig, parts: Parts, rollout_id: int, observer: Observer
         grad_norm=results[0]["grad_norm"],
         samples=rollout.samples,
         tokens=rollout.tokens,
+        prompts_digest=rollout.prompts_digest,
         seconds=seconds,
         nbytes=nbytes,
         sample_versions=rollout.weight_versions,

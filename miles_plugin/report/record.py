@@ -27,6 +27,7 @@ class Step:
     reward: mean verifier score of the samples. held_out_accuracy: after the update, None where not measured.
     seconds, nbytes: of generate, put, get, train, update, as far as each has them.
     versions: that made the samples, and that was served after the update.
+    prompts_digest: xxh3-128 of the rollout's prompts in order; equal for equal items, whatever was sampled.
     """
 
     rollout_id: int
@@ -37,6 +38,7 @@ class Step:
     grad_norm: float
     samples: int
     tokens: int
+    prompts_digest: str
     seconds: dict[str, float]
     nbytes: dict[str, int]
     sample_versions: list[str]

@@ -30,13 +30,14 @@ class Rollout:
     """What the manager returns for one rollout.
 
     reward: mean verifier score before any control touched it. tokens: generated. seconds: of generate and put.
-    put_bytes: of all shards. weight_versions: the distinct versions that made the samples.
+    prompts_digest: of the prompts in order. put_bytes: of all shards. weight_versions: the distinct versions that made the samples.
     """
 
     shards: list[Shard]
     reward: float
     samples: int
     tokens: int
+    prompts_digest: str
     seconds: dict[str, float]
     put_bytes: int
     weight_versions: list[str]
@@ -120,6 +121,7 @@ class RolloutManager:
             reward=reward,
             samples=len(samples),
             tokens=sum(sample.response_length for sample in samples),
+            prompts_digest=batch_digest({"prompt": [sample.prompt for sample in samples]}),
             seconds={"generate": generated - started, "put": put - encoded},
             put_bytes=sum(ref.nbytes for ref in refs),
             weight_versions=sorted({version for sample in samples for version in sample.weight_versions}),

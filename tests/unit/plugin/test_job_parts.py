@@ -104,6 +104,7 @@ def test_a_gpu_engine_is_the_ordinary_server_and_never_meets_the_cpu_recipe() ->
 
 def step(rollout_id: int, accuracy: float | None, got: str = "a") -> Step:
     numbers: dict[str, Any] = {"loss": 0.1, "clip_fraction": 0.0, "grad_norm": 1.0, "samples": 4, "tokens": 9}
+    numbers["prompts_digest"] = "p"
     return Step(
         rollout_id=rollout_id, reward=0.5, held_out_accuracy=accuracy, seconds={"generate": 1.0, "train": 2.0},
         nbytes={"put": 10, "get": 10}, sample_versions=["0"], served_version=rollout_id + 1,

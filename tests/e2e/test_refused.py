@@ -1,0 +1,64 @@
+"""Jobs that must not start: status 2 and one readable line, before anything is started or written."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.jobs import Marked, run
+
+pytestmark = [pytest.mark.integration, pytest.mark.e2e]
+MOONCAKE = ["--object-store-backend", "mooncake", "--mooncake-store-init-kwargs"]
+
+
+def refused(arguments: list[str], cwd: Path, marked: Marked) -> str:
+    """Run a job that must not start, in the empty directory `cwd`; return its message, one line."""
+    done = run(arguments, marked, cwd)
+    assert done.returncode == 2, done.stderr
+    assert not done.stdout
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert not list(cwd.iterdir()), "a job that did not start leaves nothing behind"
+    return done.stderr
+
+
+def test_a_master_that_does_not_answer(tmp_path: Path, marked: Marked) -> None:
+    kwargs = '{"protocol":"tcp","master_server_address":"127.0.0.1:1"}'
+    message = refused([*MOONCAKE, kwargs], tmp_path, marked)
+    assert "127.0.0.1:1" in message
+    assert "from init_kwargs" in message
+
+
+def test_a_listener_that_is_no_master(tmp_path: Path, marked: Marked) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        kwargs = json.dumps({"protocol": "tcp", "master_server_address": f"127.0.0.1:{listener.getsockname()[1]}"})
+        assert "does not serve as a Mooncake master" in refused([*MOONCAKE, kwargs], tmp_path, marked)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--num-rolout", "3"], "--num-rollout"),
+        (["--rollout-batch-size", "7"], "rollout_batch_size=7"),
+        (["--hf-checkpoint", "/nowhere"], "hf_checkpoint=/nowhere"),
+        (["--task", "spell_backwards"], "spell_backward"),
+        (["--report", "/dev/null/x"], "report=/dev/null/x"),
+        (["--load", "/nowhere"], "load=/nowhere"),
+        (["--save", "/dev/null/x"], "save=/dev/null/x"),
+        (["--colocate"], "colocate=True"),
+        ([*MOONCAKE, '{"protocl": "tcp"}'], "did you mean 'protocol'"),
+        ([*MOONCAKE, '{"protocol": "tcp", "global_segment_size": "9000gb"}'], "MemTotal"),
+        ([*MOONCAKE, '{"protocol": "rdma"}'], "no RDMA device"),
+        ([*MOONCAKE, '{"protocol": "tcp",'], "not JSON at character 19"),
+    ],
+)
+def test_a_wrong_setting(arguments: list[str], expected: str, tmp_path: Path, marked: Marked) -> None:
+    assert expected in refused(arguments, tmp_path, marked)
+
+
+def test_the_variable_that_is_not_read(tmp_path: Path, marked: Marked, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = marked.environment | {"MOONCAKE_MASTER_ADDR": "10.0.0.1:50051"}
+    monkeypatch.setattr(Marked, "environment", environment)
+    message = refused([*MOONCAKE, '{"protocol": "tcp"}'], tmp_path, marked)
+    assert "MOONCAKE_MASTER_ADDR='10.0.0.1:50051'" in message
+    assert "MOONCAKE_MASTER" in message.replace("MOONCAKE_MASTER_ADDR", "")

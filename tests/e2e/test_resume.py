@@ -1,0 +1,71 @@
+"""A job that was stopped goes on: the same items, versions that only rise, the curve in the same band."""
+
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.jobs import SMALL, Marked, await_output, read_report, run, running, steps_of
+
+pytestmark = [pytest.mark.integration, pytest.mark.e2e]
+# Learns: from the warm-started checkpoint, as in the demo.
+LEARNING = ["--config", "configs/local.yaml", "--reward-control", "none", "--num-rollout", "12"]
+
+
+def check_versions(report: dict[str, Any]) -> None:
+    """Every sample was made by the version served before it, and no number was served twice."""
+    served = [step["served_version"] for step in steps_of(report)]
+    assert served == sorted(set(served))
+    for step in steps_of(report):
+        assert all(int(version) < step["served_version"] for version in step["sample_versions"])
+
+
+def test_an_interrupted_job_goes_on_where_it_saved(checkpoint: Path, tmp_path: Path, marked: Marked) -> None:
+    saved, output = tmp_path / "saved", tmp_path / "output"
+    arguments = [
+        *SMALL, "--hf-checkpoint", str(checkpoint), "--save", str(saved), "--load", str(saved), "--save-interval", "2"
+    ]  # fmt: skip
+    first = [*arguments, "--num-rollout", "100000", "--report", str(tmp_path / "first")]
+    with running(first, marked, output) as job:
+        await_output(job, output, "rollout   2")
+        job.send_signal(signal.SIGINT)
+        assert job.wait(timeout=60) == 130
+        assert not marked.processes(), "one Ctrl-C ends every process before the command returns"
+    assert "Traceback" not in output.read_text()
+    before = read_report(tmp_path / "first")
+    number = int((saved / "latest_checkpointed_iteration.txt").read_text())
+    done = run([*arguments, "--num-rollout", str(number + 2), "--report", str(tmp_path / "second")], marked)
+    assert done.returncode == 0, done.stderr
+    after = read_report(tmp_path / "second")
+    assert after["resumed_at"] == [{"run_id": before["run_id"], "arm": "real", "rollouts_done": number}]
+    assert [step["rollout_id"] for step in steps_of(after)] == list(range(number + 2))
+    assert steps_of(after)[:number] == steps_of(before)[:number]
+    check_versions(after)
+    assert min(map(int, steps_of(after)[number]["sample_versions"])) > steps_of(before)[-1]["served_version"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_killed_job_goes_on_with_the_same_items_and_learns_as_well(tmp_path: Path, marked: Marked) -> None:
+    whole = run([*LEARNING, "--report", str(tmp_path / "whole")], marked)
+    assert whole.returncode == 0, whole.stderr
+    arguments = [*LEARNING, "--save", str(tmp_path / "saved"), "--save-interval", "3"]
+    output = tmp_path / "output"
+    with running([*arguments, "--report", str(tmp_path / "killed")], marked, output) as job:
+        await_output(job, output, "rollout   3")
+        delay = random.uniform(0, 8)  # into another save, an update, a rollout
+        time.sleep(delay)
+        job.kill()
+        job.wait()
+    resumed = run([*arguments, "--load", str(tmp_path / "saved"), "--report", str(tmp_path / "resumed")], marked)
+    assert resumed.returncode == 0, f"killed after {delay:.2f} s: {resumed.stderr}"
+    expected, found = read_report(tmp_path / "whole"), read_report(tmp_path / "resumed")
+    assert [s["prompts_digest"] for s in steps_of(found)] == [s["prompts_digest"] for s in steps_of(expected)]
+    assert len({step["prompts_digest"] for step in steps_of(found)}) == 12
+    check_versions(found)
+    rises = [report["summary"]["real"]["rise"] for report in (expected, found)]
+    assert min(rises) > 0.05, rises
+    assert abs(rises[0] - rises[1]) < 0.15, rises

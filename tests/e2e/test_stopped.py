@@ -1,0 +1,86 @@
+"""Jobs that are stopped, or lose a part: the right status, the part named, no process left."""
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.jobs import SMALL, Marked, await_output, read_report, running, steps_of
+
+pytestmark = [pytest.mark.integration, pytest.mark.e2e, pytest.mark.slow]
+RAYLET = r"\S+/raylet/raylet "
+# What a part's process is called, which of several (by pid), and what the job must say when it dies.
+DYING = {
+    "a trainer rank": ("ray::TrainerActor", -1, r"trainer rank \d ended; its log (\S+trainer-\d\.log) ends"),
+    "the manager": ("ray::RolloutManagerActor", 0, r"the rollout manager ended; its log (\S+manager\.log) ends"),
+    "SGLang": ("sglang::scheduler", 0, r"SGLang at http://127\.0\.0\.1:\d+ ended with .*its log (\S+sglang-0\.log)"),
+    "the master": (r"\S+/mooncake_master --", 0, r"mooncake_master ended with status 137; last lines of (\S+\.log)"),
+    "the rollout node": (RAYLET, 0, r"raylet of the rollout node ended with status 137; its log (\S+raylet\S*\.out)"),
+    "a trainer node": (RAYLET, -1, r"raylet of the trainer node 0 ended with status 137; its log (\S+raylet\S*\.out)"),
+    "Ray's GCS": (r"\S+/gcs_server ", 0, r"gcs_server of the rollout node ended with status 137; its log (\S+\.out)"),
+}
+
+
+def small_job(checkpoint: Path, run: Path) -> list[str]:
+    return [*SMALL, "--num-rollout", "100000", "--hf-checkpoint", str(checkpoint), "--report", str(run)]
+
+
+@pytest.mark.parametrize("part", DYING)
+def test_a_part_that_dies_ends_the_job_and_is_named_with_its_log(
+    part: str, checkpoint: Path, tmp_path: Path, marked: Marked
+) -> None:
+    run, output = tmp_path / "run", tmp_path / "output"
+    pattern, which, message = DYING[part]
+    with running(small_job(checkpoint, run), marked, output) as job:
+        await_output(job, output, "rollout   1")
+        pids = sorted(pid for pid, command in marked.processes().items() if re.match(pattern, command))
+        os.kill(pids[which], signal.SIGKILL)
+        assert job.wait(timeout=60) == 1
+    last_words = output.read_text()
+    named = re.search(message, last_words)
+    assert named, last_words
+    assert Path(named[1]).is_file()
+    assert "Traceback" not in last_words
+    report = read_report(run)
+    assert report["status"].startswith("stopped")
+    assert len(steps_of(report)) >= 2
+
+
+@pytest.mark.parametrize("how", ["ctrl-c twice", "terminated", "killed"])
+def test_a_job_that_is_stopped_leaves_a_report_and_no_process(
+    how: str, checkpoint: Path, tmp_path: Path, marked: Marked
+) -> None:
+    run, output = tmp_path / "run", tmp_path / "output"
+    with running(small_job(checkpoint, run), marked, output) as job:
+        await_output(job, output, "rollout   1")
+        if how == "ctrl-c twice":
+            job.send_signal(signal.SIGINT)
+            await_output(job, output, "once more ends everything at once")
+            job.send_signal(signal.SIGINT)
+            assert job.wait(timeout=60) == 130
+            assert not marked.processes(), "at once: nothing is left when the command returns"
+        elif how == "terminated":
+            job.send_signal(signal.SIGTERM)
+            assert job.wait(timeout=60) == 130
+            assert "interrupted" in output.read_text()
+            assert not marked.processes()
+        else:
+            job.kill()
+            assert job.wait(timeout=60) == -signal.SIGKILL
+    assert "Traceback" not in output.read_text()
+    report = read_report(run)
+    assert report["status"].startswith("stopped") if how == "terminated" else report["status"] == "running"
+    assert len(steps_of(report)) >= 2
+
+
+@pytest.mark.parametrize("words", ["Ray: a rollout node", "starting the trainers"])
+def test_ctrl_c_while_the_parts_start(words: str, checkpoint: Path, tmp_path: Path, marked: Marked) -> None:
+    run, output = tmp_path / "run", tmp_path / "output"
+    with running(small_job(checkpoint, run), marked, output) as job:
+        await_output(job, output, words)
+        job.send_signal(signal.SIGINT)
+        assert job.wait(timeout=60) == 130
+        assert not marked.processes()
+    assert "Traceback" not in output.read_text()
