@@ -62,8 +62,8 @@ class Observers(Observer):
             event(observer)
         except Exception as error:
             self._others.remove(observer)
-            name = type(observer).__name__
-            _log.warning("%s failed and is told nothing more: %s: %s", name, type(error).__name__, error)
+            name, said = type(observer).__name__, " ".join(str(error).split())
+            _log.warning("%s failed and is told nothing more: %s: %s", name, type(error).__name__, said)
 
 
 def open_observers(config: TrainConfig, directory: Path) -> Observers:
@@ -81,11 +81,11 @@ def open_observers(config: TrainConfig, directory: Path) -> Observers:
 
 
 def check_tracking(config: TrainConfig) -> None:
-    """Raise for what `open_observers` could not give, in no time and without a trace.
+    """Raise for what `open_observers` could not give; cheap, and leaves no trace.
 
     Raises:
         MissingDependency: a logger that was asked for is not installed.
-        ConfigError: a logger's directory cannot be made.
+        ConfigError: a logger's directory cannot be made, or W&B is to be written online without credentials.
     """
     for flag, package in (("use_tensorboard", "tensorboard"), ("use_wandb", "wandb")):
         if getattr(config, flag) and find_spec(package) is None:
@@ -96,6 +96,10 @@ def check_tracking(config: TrainConfig) -> None:
         path: Path | None = getattr(config, name)
         if used and path is not None:
             _check_directory(name, path.absolute())
+    if config.use_wandb and config.wandb_mode == "online":
+        from miles_plugin.report.wandb import check_login
+
+        check_login()
 
 
 def _check_directory(name: str, path: Path) -> None:

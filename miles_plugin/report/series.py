@@ -227,8 +227,8 @@ def _counting(panel: Panel) -> Panel:
     low, high = min(known, default=0.0), max(known, default=0.0)
     low = low if low > high - low else 0.0
     stride = _round_stride((max(high, low + 2) - low) / 5)
-    first, last = int(low // stride), max(2, math.ceil(high / stride))
-    ticks = [(float(index * stride), str(index * stride)) for index in range(first, last + 1)]
+    first, last = int(low // stride), math.ceil(high / stride)
+    ticks = [(float(index * stride), str(index * stride)) for index in range(first, max(last, first + 2) + 1)]
     bottom, top = ticks[0][0], ticks[-1][0]
     return replace(panel, y_range=(bottom - 0.04 * (top - bottom), top), y_ticks=ticks)
 

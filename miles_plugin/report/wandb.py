@@ -8,11 +8,13 @@ from miles_plugin.arguments import TrainConfig
 from miles_plugin.report.metrics import STEP_KEYS, step_metrics, track_name
 from miles_plugin.report.observer import Observer
 from miles_plugin.report.record import Arm, Report
+from mooncake_store.errors import ConfigError
 
 if TYPE_CHECKING:
     from wandb import Run
 
-_INIT_TIMEOUT_SECONDS = 300.0
+# A server that does not answer must not hold the job for long.
+_TIMEOUT_SECONDS = 60.0
 
 
 class WandB(Observer):
@@ -47,8 +49,10 @@ class WandB(Observer):
             dir=self._directory,
             config=self._report.config,
             mode=self._config.wandb_mode,
-            # W&B must neither ask for a key, nor capture or add to what the job prints.
-            settings=wandb.Settings(silent=True, console="off", init_timeout=_INIT_TIMEOUT_SECONDS),
+            # W&B must neither capture nor add to what the job prints.
+            settings=wandb.Settings(
+                silent=True, console="off", init_timeout=_TIMEOUT_SECONDS, finish_timeout=_TIMEOUT_SECONDS
+            ),
         )
         for prefix, step_key in STEP_KEYS.items():
             self._run.define_metric(step_key)
@@ -70,3 +74,14 @@ class WandB(Observer):
         if self._run is not None:
             self._run.finish()
             self._run = None
+
+
+def check_login() -> None:
+    """Raise ConfigError when W&B has no credentials to write online with; asks neither its server nor the user."""
+    import wandb
+
+    if not wandb.login(prompt=False, verify=False):
+        raise ConfigError(
+            "wandb_mode=online: no API key is configured, or WANDB_MODE says offline; run `wandb login` or set "
+            "WANDB_API_KEY, or use --wandb-mode offline"
+        )
