@@ -1,6 +1,7 @@
 """The report's files: `report.json` after every step, `report.png` and `report.html` at the end."""
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from miles_plugin.report.observer import Observer
 from miles_plugin.report.record import Arm, Report
 from mooncake_store.errors import ConfigError
 
+_PICTURES = ("report.png", "report.html")
 _log = logging.getLogger(__name__)
 
 
@@ -29,7 +31,8 @@ class ReportFiles(Observer):
 
     def run_finished(self, report: Report) -> None:
         self._write(report, "no more")
-        draw_all(report, self._directory)
+        for name in _PICTURES:
+            _draw(report, self._directory / name)
 
     def _write(self, report: Report, again: str) -> None:
         path = self._directory / "report.json"
@@ -37,11 +40,6 @@ class ReportFiles(Observer):
             report.write(path)
         except OSError as error:
             _log.error("%s was not written: %s; tried again: %s", path, error, again)
-
-
-def draw_all(report: Report, directory: Path) -> list[Path]:
-    """Write `report.png` and `report.html` and return those written; what fails is logged, with its reason."""
-    return [path for path in (directory / "report.png", directory / "report.html") if _draw(report, path)]
 
 
 def redraw(directory: Path) -> list[Path]:
@@ -54,25 +52,32 @@ def redraw(directory: Path) -> list[Path]:
         ConfigError: there is no report that can be read, or a file cannot be written.
     """
     report = Report.read(directory / "report.json")
-    paths = [directory / "report.png", directory / "report.html"]
+    paths = [directory / name for name in _PICTURES]
     for path in paths:
         try:
-            _drawer(path)(report, path)
+            _replace(report, path)
         except (ImportError, OSError) as error:
             raise ConfigError(f"{path}: {error}") from error
     return paths
 
 
-def _draw(report: Report, path: Path) -> bool:
+def _draw(report: Report, path: Path) -> None:
     try:
-        _drawer(path)(report, path)
+        _replace(report, path)
     except ImportError as error:
         _log.warning("no %s: %s; install the extra `train`", path.name, error)
     except Exception as error:  # a picture is not worth the end of a run
         _log.warning("no %s: %s: %s", path.name, type(error).__name__, error)
-    else:
-        return True
-    return False
+
+
+def _replace(report: Report, path: Path) -> None:
+    """Draw `path` anew, whole or not at all."""
+    partial = path.with_suffix(path.suffix + ".partial")
+    try:
+        _drawer(path)(report, partial)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _drawer(path: Path) -> Callable[[Report, Path], None]:

@@ -8,7 +8,6 @@ import base64
 import hashlib
 import json
 import math
-import os
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -87,7 +86,7 @@ _PAGE = """<!doctype html>
 
 
 def write(report: Report, path: Path) -> None:
-    """Replace `path` atomically by the page, about 5 MB; a run that has no step yet gives empty axes."""
+    """Write the page, about 5 MB; a run that has no step yet gives empty axes."""
     from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
     panels = series.panels(report)
@@ -107,9 +106,7 @@ def write(report: Report, path: Path) -> None:
         plotly=plotly,
         script=_SCRIPT,
     )
-    partial = path.with_suffix(".partial-html")
-    partial.write_text(page, encoding="utf-8")
-    os.replace(partial, path)
+    path.write_text(page, encoding="utf-8")
 
 
 def figure(panel: Panel) -> dict[str, Any]:

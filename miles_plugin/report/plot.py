@@ -31,7 +31,7 @@ _SIZE_INCHES, _DPI = (16, 9), 120
 
 
 def draw(report: Report, path: Path) -> None:
-    """Write `path` as PNG of 1920 x 1080; a run that has no step yet gives empty axes."""
+    """Write a PNG of 1920 x 1080; a run that has no step yet gives empty axes."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -133,16 +133,18 @@ def test_a_report_that_cannot_be_written_later_is_tried_again_and_said_each_time
 def test_a_picture_that_fails_is_said_and_the_other_is_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    def half_a_picture(_report: Report, path: Path) -> None:
+        path.write_text("half")
+        raise ImportError("No module named 'matplotlib'")
+
     def only_html(path: Path) -> Callable[[Report, Path], None]:
-        if path.suffix == ".png":
-            raise ImportError("No module named 'matplotlib'")
-        return _draw_nothing
+        return half_a_picture if path.suffix == ".png" else _draw_nothing
 
     monkeypatch.setattr(files, "_drawer", only_html)
     play(make_finished_report(), Observers(ReportFiles(tmp_path), []), tmp_path)
     said = [record.message for record in caplog.records]
     assert said == ["no report.png: No module named 'matplotlib'; install the extra `train`"]
-    assert (tmp_path / "report.html").exists()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["report.html", "report.json"]
 
 
 def lines_of(observer: Callable[[io.StringIO], Observer], report: Report, directory: Path) -> list[str]:
