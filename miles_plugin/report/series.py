@@ -282,14 +282,18 @@ def _accuracy_range(lines: list[Line]) -> tuple[float, float]:
 
 
 def _apart(labels: list[Label], low: float, high: float) -> list[Label]:
-    """Move labels up as far as it takes, from the lowest on, for none to touch another; then keep them inside."""
+    """Labels moved for none to touch another: up from the lowest on, then down from the upper end."""
     gap = _LABEL_GAP * (high - low)
-    placed: list[Label] = []
-    for label in sorted(labels, key=lambda label: label.y):
-        floor = placed[-1].y + gap if placed else low + gap / 2
-        placed.append(Label(max(label.y, floor), label.text, label.colour))
-    excess = max(0.0, placed[-1].y - (high - gap / 2)) if placed else 0.0
-    return [Label(label.y - excess, label.text, label.colour) for label in placed]
+    placed = sorted(labels, key=lambda label: label.y)
+    floor = low + gap / 2
+    for index, label in enumerate(placed):
+        placed[index] = replace(label, y=max(label.y, floor))
+        floor = placed[index].y + gap
+    ceiling = high - gap / 2
+    for index, label in reversed(list(enumerate(placed))):
+        placed[index] = replace(label, y=min(label.y, ceiling))
+        ceiling = placed[index].y - gap
+    return placed
 
 
 def _binary_ticks(smallest: float, largest: float) -> list[tuple[float, str]]:

@@ -131,6 +131,12 @@ def test_online_without_a_key_is_refused_before_anything_starts(proxy: Proxy, tm
     assert not [entry for entry in tmp_path.iterdir() if not entry.name.startswith(".")]
 
 
+def test_online_with_a_key_is_checked_without_asking_the_server(proxy: Proxy, tmp_path: Path) -> None:
+    done = run(ONLINE, proxy, tmp_path, WANDB_API_KEY="0" * 40, WANDB_ERROR_REPORTING="false")
+    assert done.returncode == 0, done.stderr
+    assert proxy.visits == 0
+
+
 def test_online_goes_the_way_on_which_offline_was_not_seen(proxy: Proxy, tmp_path: Path) -> None:
     environment = isolated(proxy, tmp_path) | {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://wandb.invalid"}
     command = [sys.executable, "-c", JOB.replace('"arithmetic"', '"arithmetic", "--wandb-mode", "online"'), "."]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("matplotlib", reason="the extra `train` is not installed")
@@ -169,6 +169,7 @@ def test_the_picture_differs_from_that_of_an_empty_run(tmp_path: Path) -> None:
 
 
 @given(heights=st.lists(st.floats(-3, 3), max_size=4))
+@example(heights=[-3.0, 3.0, 3.0, 3.0])
 def test_labels_do_not_touch_and_stay_inside(heights: list[float]) -> None:
     labels = series._apart([series.Label(height, "", "") for height in heights], -3.0, 3.0)
     placed = sorted(label.y for label in labels)
