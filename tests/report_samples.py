@@ -65,6 +65,7 @@ def make_reports() -> dict[str, Report]:
     )
     not_finite.status = "stopped: KeyboardInterrupt"
     hostile = make_finished_report("--task", "</script><script>boom()</script>&$x$")
+    hostile.arms["</script><script>boom()</script>"] = Arm("</script><script>boom()</script>", 0.4, [make_step(0)])
     hostile.status = "stopped: <b>no</b> $\n'quoted' \N{SNOWMAN}" + "long " * 200
     no_arm_yet = make_report()
     no_step_yet = make_report()

@@ -80,6 +80,7 @@ def check_login() -> None:
     """Raise ConfigError when W&B has no credentials to write online with; asks neither its server nor the user."""
     import wandb
 
+    wandb.setup(wandb.Settings(silent=True))  # or it would ask the server for the user's name, to print it
     if not wandb.login(prompt=False, verify=False):
         raise ConfigError(
             "wandb_mode=online: no API key is configured, or WANDB_MODE says offline; run `wandb login` or set "

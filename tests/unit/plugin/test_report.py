@@ -86,7 +86,7 @@ def test_a_damaged_field_is_named_with_its_file(place: tuple[Any, ...], tmp_path
     holder = data
     for key in place[:-1]:
         holder = holder[key]
-    holder[place[-1]] = ["nonsense", {"of": "no type"}] if not isinstance(holder[place[-1]], list) else "nonsense"
+    holder[place[-1]] = str(holder[place[-1]]) if not isinstance(holder[place[-1]], str) else 7
     path = tmp_path / "report.json"
     path.write_text(json.dumps(data))
     with pytest.raises(ConfigError) as caught:
