@@ -24,7 +24,7 @@ _STYLE = {
     "xtick.color": _PALE,
     "ytick.color": _PALE,
     "legend.frameon": False,
-    "legend.fontsize": 11.5,
+    "legend.fontsize": 11,
     "legend.handlelength": 1.2,
 }
 _SIZE_INCHES, _DPI = (16, 9), 120
