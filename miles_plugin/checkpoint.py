@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_plugin.arguments import DataArguments, PolicyArguments, TaskArguments, TrainConfig
+from miles_plugin.report.record import finite
 from miles_plugin.version import VersionAuthority
 from mooncake_store.errors import ConfigError
 
@@ -146,7 +147,7 @@ def commit(partial: Path, progress: Progress, config: TrainConfig, report: Mappi
     """Make `partial`, which holds the trainers' state, the newest checkpoint of its directory. Durable on return."""
     final = partial.with_suffix("")
     settings = {name: config.model_dump(mode="json")[name] for name in _SHARED_SETTINGS}
-    _write(partial / _REPORT, json.dumps(report))
+    _write(partial / _REPORT, json.dumps(finite(report), allow_nan=False))
     _write(partial / _JOB, json.dumps({"format": FORMAT, "settings": settings, "progress": asdict(progress)}, indent=1))
     _sync_directory(partial)
     if final.exists():  # of a run before it was rewound

@@ -1,22 +1,20 @@
 """The main job: the loop that joins rollout, training and weight updates, its report and its checkpoints."""
 
 import contextlib
-import os
-import platform
 import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from miles_plugin import checkpoint
 from miles_plugin.arguments import TrainConfig
-from miles_plugin.checkpoint import Progress, Resume
+from miles_plugin.checkpoint import Progress
 from miles_plugin.parts import PartFailed, Parts, start_parts
 from miles_plugin.preflight import Plan, check
+from miles_plugin.report.machine import describe_machine
 from miles_plugin.report.observer import Observer
 from miles_plugin.report.observers import open_observers
-from miles_plugin.report.record import Arm, Report, ShardRecord, Step
+from miles_plugin.report.record import Arm, Report, Resume, ShardRecord, Step
 from mooncake_store.errors import ConfigError, IntegrityError, StoreUnavailable
 
 ARMS = {"none": ("real",), "shuffled": ("shuffled",), "both": ("real", "shuffled")}
@@ -99,7 +97,7 @@ def _begin_arm(
     path: Path,
     reward: str,
     report: Report,
-    resume: Resume | None,
+    resume: checkpoint.Resume | None,
     observer: Observer,
 ) -> Arm:
     parts.each("load", path, resume.directory if resume else None)
@@ -187,15 +185,13 @@ def _checkpoint(config: TrainConfig, observer: Observer) -> Path:
     return warm_started_checkpoint(config, observer.message)
 
 
-def _new_report(config: TrainConfig, run_id: str, resume: Resume | None) -> Report:
-    report = Report(run_id, config.model_dump(mode="json"), _machine(), checkpoint="")
+def _new_report(config: TrainConfig, run_id: str, resume: checkpoint.Resume | None) -> Report:
+    report = Report(run_id, config.model_dump(mode="json"), describe_machine(), checkpoint="")
     if resume is not None:
-        before = Report.from_dict(resume.report)
+        before = Report.from_dict(resume.report, str(resume.directory))
         report.arms, report.seconds_total = before.arms, before.seconds_total
-        report.resumed_at = [
-            *before.resumed_at,
-            {"run_id": before.run_id, "arm": resume.progress.arm, "rollouts_done": resume.progress.rollouts_done},
-        ]
+        done = Resume(before.run_id, resume.progress.arm, resume.progress.rollouts_done)
+        report.resumed_at = [*before.resumed_at, done]
     return report
 
 
@@ -208,7 +204,3 @@ def _report_directory(config: TrainConfig, run_id: str) -> Path:
     except OSError as error:
         raise ConfigError(f"report={directory}: {error}; name a directory that can be made and written") from error
     return directory
-
-
-def _machine() -> dict[str, Any]:
-    return {"cpus": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()}

@@ -8,6 +8,7 @@ from miles_plugin.arguments import TrainConfig
 from miles_plugin.checkpoint import Resume, check_save, find
 from miles_plugin.cluster import NodeSpec
 from miles_plugin.object_store import open_rollout_store
+from miles_plugin.report.observers import check_tracking
 from miles_plugin.rollout.task import Task
 from mooncake_store.client import load_mooncake
 from mooncake_store.config import MASTER_VARIABLE, MISTAKEN_MASTER_VARIABLE, fit_to_host, resolve
@@ -42,6 +43,7 @@ def check(config: TrainConfig) -> Plan:
     resume = find(config)
     own_master = _check_store(config)
     _check_packages()
+    check_tracking(config)
     Task(config.task, config.task_kwargs, config.held_out_size, config.seed)
     gpus = _visible_gpus()
     needed = config.world_size + config.rollout_num_gpus
@@ -99,8 +101,8 @@ def _check_all_segments(config: TrainConfig, segment_bytes: int) -> None:
     limit, nodes = memory_limit(), config.actor_num_nodes
     if nodes * segment_bytes >= limit.nbytes:
         raise ConfigError(
-            f"actor_num_nodes={nodes} on one machine lend {nodes} x global_segment_size={segment_bytes} bytes; allowed: "
-            f"less than {limit.nbytes} bytes in all ({limit.source}); lower one of the two"
+            f"actor_num_nodes={nodes} on one machine lend {nodes} x global_segment_size={segment_bytes} bytes; "
+            f"allowed: less than {limit.nbytes} bytes in all ({limit.source}); lower one of the two"
         )
 
 

@@ -1,17 +1,32 @@
-"""The report of a run: what each step did, written after every step so that a run that stops early has one too."""
+"""The report of a run: what each step did, written after every step so that a run that stops early has one too.
+
+`report.json` is strict JSON: a number that is not finite is written as null, and read back as NaN.
+"""
 
 import json
+import math
 import os
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-FORMAT = 1
+from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
+
+from mooncake_store.errors import ConfigError
+
+FORMAT = 2
+
+_CHECKED = ConfigDict(extra="forbid", strict=True)
+# A measured number: null stands for one that was not finite.
+Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 
 
 @dataclass(frozen=True)
 class ShardRecord:
     """One shard's way: digest (xxh3-128 of its canonical encoding) of what was put, and of what the rank got."""
+
+    __pydantic_config__ = _CHECKED
 
     rank: int
     key: str
@@ -25,21 +40,23 @@ class Step:
     """One rollout, the training on it and the weight update after it.
 
     reward: mean verifier score of the samples. held_out_accuracy: after the update, None where not measured.
-    seconds, nbytes: of generate, put, get, train, update, as far as each has them.
-    versions: that made the samples, and that was served after the update.
+    tokens: generated. seconds, nbytes: of generate, put, get, train, update, as far as each has them.
+    versions: that made the samples, and that was served after the update (None: there was no update).
     prompts_digest: xxh3-128 of the rollout's prompts in order; equal for equal items, whatever was sampled.
     """
 
+    __pydantic_config__ = _CHECKED
+
     rollout_id: int
-    reward: float
+    reward: Number
     held_out_accuracy: float | None
-    loss: float
-    clip_fraction: float
-    grad_norm: float
+    loss: Number
+    clip_fraction: Number
+    grad_norm: Number
     samples: int
     tokens: int
     prompts_digest: str
-    seconds: dict[str, float]
+    seconds: dict[str, Number]
     nbytes: dict[str, int]
     sample_versions: list[str]
     served_version: int | None
@@ -53,14 +70,26 @@ class Arm:
     initial_accuracy: of the checkpoint on the held-out items.
     """
 
+    __pydantic_config__ = _CHECKED
+
     reward: str
-    initial_accuracy: float
+    initial_accuracy: Number
     steps: list[Step] = field(default_factory=list)
 
     def final_accuracy(self) -> float:
         """Mean of the last three measurements, which moves less with one lucky step than the last alone."""
         measured = [s.held_out_accuracy for s in self.steps if s.held_out_accuracy is not None]
         return sum(measured[-3:]) / len(measured[-3:]) if measured else self.initial_accuracy
+
+    def version_lag(self, index: int) -> int:
+        """How many versions behind the newest served one the oldest sample of `steps[index]` was when trained on."""
+        made = [int(version) for version in self.steps[index].sample_versions if version.isdigit()]
+        served = [step.served_version for step in self.steps[:index] if step.served_version is not None]
+        return max(served + made) - min(made) if made else 0
+
+    def digests_equal(self) -> bool:
+        """Whether every rank got what was put for it."""
+        return all(s.put_digest == s.got_digest for step in self.steps for s in step.shards)
 
     def summary(self) -> dict[str, Any]:
         final = self.final_accuracy()
@@ -69,17 +98,33 @@ class Arm:
             "final_accuracy": final,
             "rise": final - self.initial_accuracy,
             "steps": len(self.steps),
-            "digests_equal": all(s.put_digest == s.got_digest for step in self.steps for s in step.shards),
+            "digests_equal": self.digests_equal(),
         }
+
+
+@dataclass(frozen=True)
+class Resume:
+    """The run goes on from a checkpoint that `run_id` saved: `rollout_id` is the first rollout of `arm` after that."""
+
+    __pydantic_config__ = _CHECKED
+
+    run_id: str
+    arm: str
+    rollout_id: int
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 @dataclass
 class Report:
     """Everything `report.json` holds.
 
-    object_store: the manager's counts of puts, removes and bytes at the end. resumed_at: run_id, arm and rollouts_done
-    of each checkpoint that the run went on from.
+    object_store: the manager's counts of puts, removes and bytes at the end. started_at: ISO 8601, UTC.
     """
+
+    __pydantic_config__ = _CHECKED
 
     run_id: str
     config: dict[str, Any]
@@ -89,50 +134,74 @@ class Report:
     object_store: dict[str, int] = field(default_factory=dict)
     seconds_total: float = 0.0
     status: str = "running"
-    resumed_at: list[dict[str, Any]] = field(default_factory=list)
+    started_at: str = field(default_factory=_now)
+    resumed_at: list[Resume] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
+        """As `report.json` has it, but with numbers that are not finite still in place."""
         return {
             "format": FORMAT,
             "run_id": self.run_id,
             "status": self.status,
+            "started_at": self.started_at,
+            "resumed_at": [asdict(resume) for resume in self.resumed_at],
             "summary": {name: arm.summary() for name, arm in self.arms.items()},
             "machine": self.machine,
             "checkpoint": self.checkpoint,
             "object_store": self.object_store,
             "seconds_total": self.seconds_total,
-            "resumed_at": self.resumed_at,
             "config": self.config,
             "arms": {name: asdict(arm) for name, arm in self.arms.items()},
         }
 
     @classmethod
-    def from_dict(cls, record: Any) -> "Report":
-        arms = {
-            name: Arm(
-                arm["reward"],
-                arm["initial_accuracy"],
-                [
-                    Step(**{**step, "shards": [ShardRecord(**shard) for shard in step["shards"]]})
-                    for step in arm["steps"]
-                ],
+    def from_dict(cls, data: Any, source: str = "report") -> "Report":
+        """What `to_dict` gave, checked field by field; the summary is computed anew.
+
+        Raises:
+            ConfigError: another format, or a field that is missing, unknown or of another type; names `source`.
+        """
+        found = data.get("format") if isinstance(data, dict) else None
+        if found != FORMAT:
+            raise ConfigError(
+                f"{source}: format {found!r}, this version reads {FORMAT}; read it with the version that wrote it"
             )
-            for name, arm in record["arms"].items()
-        }
-        return cls(
-            record["run_id"],
-            record["config"],
-            record["machine"],
-            record["checkpoint"],
-            arms,
-            record["object_store"],
-            record["seconds_total"],
-            record["status"],
-            record["resumed_at"],
-        )
+        fields = {name: value for name, value in data.items() if name not in ("format", "summary")}
+        try:
+            return _REPORT.validate_json(json.dumps(finite(fields)))  # strict checks take dataclasses only from JSON
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            raise ConfigError(
+                f"{source}: {where}: {first['msg']}, found {first['input']!r:.80}; it was changed or is damaged"
+            ) from error
+
+    @classmethod
+    def read(cls, path: Path) -> "Report":
+        """The report in `path`. Raises ConfigError when it cannot be read, see `from_dict`."""
+        try:
+            return cls.from_dict(json.loads(path.read_text()), str(path))
+        except (OSError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"{path}: {error}; name the directory of a run, which has its report.json") from error
 
     def write(self, path: Path) -> None:
         """Replace `path` atomically."""
         partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+        partial.write_text(json.dumps(finite(self.to_dict()), indent=1, allow_nan=False) + "\n")
         os.replace(partial, path)
+
+
+_REPORT = TypeAdapter(Report)
+
+
+def finite(value: Any) -> Any:
+    """`value` with None for every float in it that JSON has no notation for (NaN, infinities)."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value

@@ -1,8 +1,6 @@
-"""What is decided before and around a job: the plan, the engines' command lines, the report."""
+"""What is decided before and around a job: the plan, the engines' command lines."""
 
-import json
 from pathlib import Path
-from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -14,8 +12,7 @@ from miles_plugin import preflight
 from miles_plugin.arguments_sources import load_config
 from miles_plugin.engines.launch import EngineSpec, command, environment
 from miles_plugin.job import check_digests
-from miles_plugin.report.plot import draw
-from miles_plugin.report.record import Arm, Report, ShardRecord, Step
+from miles_plugin.report.record import ShardRecord
 from mooncake_store.errors import ConfigError, IntegrityError
 
 MOONCAKE = ["--object-store-backend", "mooncake"]
@@ -100,31 +97,3 @@ def test_a_gpu_engine_is_the_ordinary_server_and_never_meets_the_cpu_recipe() ->
     assert environment(spec)["CUDA_VISIBLE_DEVICES"] == "4,5"
     cpu = EngineSpec(Path("/m"), "127.0.0.1", gpus=(), seed=3, log=Path("log"))
     assert "-m miles_plugin.engines.sglang_cpu.server" in " ".join(command(cpu, 1234))
-
-
-def step(rollout_id: int, accuracy: float | None, got: str = "a") -> Step:
-    numbers: dict[str, Any] = {"loss": 0.1, "clip_fraction": 0.0, "grad_norm": 1.0, "samples": 4, "tokens": 9}
-    numbers["prompts_digest"] = "p"
-    return Step(
-        rollout_id=rollout_id, reward=0.5, held_out_accuracy=accuracy, seconds={"generate": 1.0, "train": 2.0},
-        nbytes={"put": 10, "get": 10}, sample_versions=["0"], served_version=rollout_id + 1,
-        shards=[ShardRecord(0, "k", 4, "a", got)], **numbers,
-    )  # fmt: skip
-
-
-def test_the_report_says_rise_and_digests_and_replaces_its_file_whole(tmp_path: Path) -> None:
-    report = Report("r", load_config([]).model_dump(mode="json"), {}, "/checkpoint")
-    path = tmp_path / "report.json"
-    report.write(path)
-    draw(report, tmp_path / "empty.png")
-    report.arms["real"] = Arm("real", 0.4, [step(i, a) for i, a in enumerate([0.5, None, 0.6, 0.7])])
-    report.arms["shuffled"] = Arm("shuffled", 0.4, [step(0, 0.3, got="b")])
-    report.write(path)
-    draw(report, tmp_path / "report.png")
-    summary = json.loads(path.read_text())["summary"]
-    assert summary["real"]["final_accuracy"] == pytest.approx(0.6)
-    assert summary["real"]["rise"] == pytest.approx(0.2)
-    assert summary["real"]["digests_equal"]
-    assert not summary["shuffled"]["digests_equal"]
-    assert [entry.name for entry in tmp_path.iterdir() if entry.suffix == ".partial"] == []
-    assert (tmp_path / "report.png").stat().st_size > (tmp_path / "empty.png").stat().st_size
