@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from miles_plugin.arguments import TrainConfig
 from miles_plugin.cluster import NodeSpec
 from miles_plugin.object_store import open_rollout_store
-from miles_plugin.rollout.task import Task
+from miles_plugin.rollout.check import check_data
 from mooncake_store.client import load_mooncake
 from mooncake_store.config import resolve
 from mooncake_store.errors import ConfigError
@@ -32,7 +32,7 @@ def check(config: TrainConfig) -> Plan:
     _check_sizes(config)
     _check_checkpoint(config)
     _check_packages()
-    Task(config.task, config.task_kwargs, config.held_out_size, config.seed)
+    check_data(config)
     gpus = _visible_gpus()
     needed = config.actor_num_gpus_per_node + config.rollout_num_gpus
     if gpus and len(gpus) < needed:

@@ -3,7 +3,7 @@
 Endpoints and their fields are those of SGLang 0.5.23, each seen working there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -13,12 +13,16 @@ class EngineError(RuntimeError):
     """An engine answered with an error, not at all, or with nonsense; the message names engine and request."""
 
 
+# A request for responses may be a whole rollout batch; an engine that ends closes its connections at once.
+_GENERATE_TIMEOUT = httpx.Timeout(3600.0, connect=5.0)
+
+
 class SGLangEngine:
     """Client of one engine.
 
     Args:
         url: e.g. "http://127.0.0.1:30000".
-        timeout: seconds that one request may take.
+        timeout: seconds that one request may take, other than for responses.
     """
 
     def __init__(self, url: str, timeout: float = 300.0) -> None:
@@ -35,7 +39,7 @@ class SGLangEngine:
     def generate(self, input_ids: Sequence[Sequence[int]], sampling_params: dict[str, Any]) -> list[dict[str, Any]]:
         """One response per prompt of token ids, in order: `output_ids` and `meta_info` with log-probs and versions."""
         body = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True}
-        responses = self._post("/generate", body)
+        responses = self._post("/generate", body, timeout=_GENERATE_TIMEOUT)
         if not isinstance(responses, list) or len(responses) != len(input_ids):
             raise EngineError(f"{self.url}/generate: {len(input_ids)} prompts sent, got {str(responses)[:200]}")
         return responses
@@ -89,8 +93,8 @@ class SGLangEngine:
     def close(self) -> None:
         self._http.close()
 
-    def _post(self, path: str, body: dict[str, Any], is_json: bool = True) -> Any:
-        response = self._request("POST", path, body)
+    def _post(self, path: str, body: dict[str, Any], is_json: bool = True, timeout: httpx.Timeout | None = None) -> Any:
+        response = self._request("POST", path, body, timeout)
         if not is_json:
             return response.text
         answer = response.json()
@@ -98,11 +102,47 @@ class SGLangEngine:
             raise EngineError(f"{self.url}{path}: {answer.get('message')}")
         return answer
 
-    def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+    def _request(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout: httpx.Timeout | None = None
+    ) -> httpx.Response:
         try:
-            response = self._http.request(method, path, json=body)
+            response = self._http.request(method, path, json=body, timeout=timeout or self._http.timeout)
         except httpx.TransportError as error:
-            raise EngineError(f"{self.url}{path}: no answer: {error or type(error).__name__}") from error
-        if response.is_error:
-            raise EngineError(f"{self.url}{path}: HTTP {response.status_code}: {response.text[:500]}")
-        return response
+            raise _no_answer(f"{self.url}{path}", error) from error
+        return _checked(response)
+
+
+class AsyncHTTP:
+    """Posts JSON to any engine, many requests at once. Bound to the event loop that first uses it.
+
+    Args:
+        connections: requests in flight at most; more wait.
+    """
+
+    def __init__(self, connections: int) -> None:
+        self._http = httpx.AsyncClient(
+            limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
+            timeout=httpx.Timeout(3600.0, pool=None),
+            trust_env=False,
+        )
+
+    async def post(self, url: str, body: Mapping[str, Any]) -> Any:
+        """The JSON answer; raises EngineError for an error or none."""
+        try:
+            response = await self._http.post(url, json=body)
+        except httpx.TransportError as error:
+            raise _no_answer(url, error) from error
+        return _checked(response).json()
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+
+def _no_answer(url: str, error: httpx.TransportError) -> EngineError:
+    return EngineError(f"{url}: no answer: {error or type(error).__name__}")
+
+
+def _checked(response: httpx.Response) -> httpx.Response:
+    if response.is_error:
+        raise EngineError(f"{response.url}: HTTP {response.status_code}: {response.text[:500]}")
+    return response

@@ -1,0 +1,83 @@
+"""The shipped two-turn example and the batched path on a real engine: tokens, probabilities and masks agree."""
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from miles_plugin.arguments_sources import load_config
+from miles_plugin.engines.launch import RunningEngine
+from miles_plugin.engines.sglang import EngineError
+from miles_plugin.rollout.batch import to_columns
+from miles_plugin.rollout.functions import CustomFunctionError
+from miles_plugin.rollout.generate import Sampler
+from miles_plugin.rollout.sample import Sample
+from miles_plugin.rollout.task import Task
+from miles_plugin.training.trainer import pad
+
+pytestmark = pytest.mark.integration
+EXAMPLE = ["--config", "examples/two_turn_tool/config.yaml", "--held-out-size", "8"]
+BATCHED = ["--task", "chain_sum", "--held-out-size", "8", "--rollout-max-response-len", "5"]
+# Log-probabilities of a bfloat16 engine and a float32 model differ by rounding.
+ROUNDING = 0.1
+
+
+@pytest.fixture(params=["two turns", "batched"])
+def sampler(request: pytest.FixtureRequest, server: RunningEngine, checkpoint: Path) -> Iterator[Sampler]:
+    config = load_config(EXAMPLE if request.param == "two turns" else BATCHED)
+    made = Sampler(config, task_of(config), checkpoint, [server.engine])
+    yield made
+    made.close()
+
+
+def task_of(config: object) -> Task:
+    return Task(config.task, config.task_kwargs, config.held_out_size, config.seed)  # type: ignore[attr-defined]
+
+
+def test_what_comes_back_is_what_the_policy_computed(sampler: Sampler, checkpoint: Path) -> None:
+    two_turns = sampler._custom is not None
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    items = list(islice(task_of(sampler._config).rollout(), 8))
+    samples = sampler.sample(items, 3, 4, temperature=1.0)
+    assert [(sample.index, sample.group_index) for sample in samples] == [(12 + i, 3 + i // 4) for i in range(32)]
+    called = 0
+    for sample in samples:
+        assert sample.rollout_log_probs is not None
+        assert sample.reward is not None
+        assert sample.weight_versions == ["default"]
+        prompt = tokenizer.encode(sample.prompt, add_special_tokens=False)
+        assert sample.tokens[: len(prompt)] == prompt
+        assert len(sample.tokens) == len(prompt) + sample.response_length
+        mask = sample.effective_loss_mask
+        called += 0 in mask
+        with torch.no_grad():
+            logits = model(torch.tensor([sample.tokens])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(-1, torch.tensor(sample.tokens[len(prompt) :])[:, None])[:, 0]
+        for on, got, reference in zip(mask, sample.rollout_log_probs, expected.tolist(), strict=True):
+            assert abs(got - reference) < ROUNDING if on else got == 0.0
+    assert called > 0 if two_turns else called == 0
+    columns = to_columns(samples, 0, len(samples))
+    padded = pad(columns, range(len(samples)), torch.device("cpu"))
+    assert padded.response_mask.sum(-1).int().tolist() == columns["rollout_mask_sums"]
+    for row, sample in enumerate(samples):
+        chosen = padded.tokens[row, 1:][padded.response_mask[row].bool()].tolist()
+        response = sample.tokens[-sample.response_length :]
+        assert chosen == [token for token, on in zip(response, sample.effective_loss_mask, strict=True) if on]
+
+
+def test_greedy_evaluation_repeats_itself(sampler: Sampler) -> None:
+    held_out = task_of(sampler._config).held_out
+    first, second = (sampler.sample(held_out, 0, 1, temperature=0.0, evaluation=True) for _ in range(2))
+    assert [sample.tokens for sample in first] == [sample.tokens for sample in second]
+    assert all(sample.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED) for sample in first)
+
+
+def test_a_prompt_that_the_engine_refuses_is_named(sampler: Sampler) -> None:
+    (item, *_) = task_of(sampler._config).held_out
+    too_long = type(item)(0, "Calculate 1 + " * 1000, "1", {}, "here", item.entry)
+    with pytest.raises((EngineError, CustomFunctionError), match=r"HTTP 400"):
+        sampler.sample([too_long], 0, 1, temperature=1.0)
