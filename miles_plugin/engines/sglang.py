@@ -15,6 +15,9 @@ class EngineError(RuntimeError):
 
 # A request for responses may be a whole rollout batch; an engine that ends closes its connections at once.
 _GENERATE_TIMEOUT = httpx.Timeout(3600.0, connect=5.0)
+# SGLang closes a connection that was idle for 5 seconds.
+_IDLE_SECONDS = 1.0
+_ATTEMPTS = 3
 
 
 class SGLangEngine:
@@ -27,7 +30,12 @@ class SGLangEngine:
 
     def __init__(self, url: str, timeout: float = 300.0) -> None:
         self.url = url
-        self._http = httpx.Client(base_url=url, timeout=httpx.Timeout(timeout, connect=5.0), trust_env=False)
+        self._http = httpx.Client(
+            base_url=url,
+            timeout=httpx.Timeout(timeout, connect=5.0),
+            limits=httpx.Limits(keepalive_expiry=_IDLE_SECONDS),
+            trust_env=False,
+        )
 
     def ready(self) -> bool:
         """Whether the engine has its model loaded and answers."""
@@ -121,25 +129,34 @@ class AsyncHTTP:
 
     def __init__(self, connections: int) -> None:
         self._http = httpx.AsyncClient(
-            limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
+            limits=httpx.Limits(
+                max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=_IDLE_SECONDS
+            ),
             timeout=httpx.Timeout(3600.0, pool=None),
             trust_env=False,
         )
 
     async def post(self, url: str, body: Mapping[str, Any]) -> Any:
-        """The JSON answer; raises EngineError for an error or none."""
-        try:
-            response = await self._http.post(url, json=body)
-        except httpx.TransportError as error:
-            raise _no_answer(url, error) from error
-        return _checked(response).json()
+        """The JSON answer; raises EngineError for an error or none.
+
+        Sent again when its connection ends without an answer: the server may close an idle one just as it is used.
+        """
+        for attempt in range(_ATTEMPTS):
+            try:
+                return _checked(await self._http.post(url, json=body)).json()
+            except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError) as error:
+                if attempt + 1 == _ATTEMPTS:
+                    raise _no_answer(url, error) from error
+            except httpx.TransportError as error:
+                raise _no_answer(url, error) from error
+        raise AssertionError("unreachable")
 
     async def close(self) -> None:
         await self._http.aclose()
 
 
 def _no_answer(url: str, error: httpx.TransportError) -> EngineError:
-    return EngineError(f"{url}: no answer: {error or type(error).__name__}")
+    return EngineError(f"{url}: no answer: {str(error) or type(error).__name__}")
 
 
 def _checked(response: httpx.Response) -> httpx.Response:
