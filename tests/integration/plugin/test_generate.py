@@ -1,6 +1,7 @@
 """The shipped two-turn example and the batched path on a real engine: tokens, probabilities and masks agree."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from miles_plugin.arguments import TrainConfig
 from miles_plugin.arguments_sources import load_config
 from miles_plugin.engines.launch import RunningEngine
 from miles_plugin.engines.sglang import EngineError
@@ -25,24 +27,29 @@ BATCHED = ["--task", "chain_sum", "--held-out-size", "8", "--rollout-max-respons
 ROUNDING = 0.1
 
 
-@pytest.fixture(params=["two turns", "batched"])
-def sampler(request: pytest.FixtureRequest, server: RunningEngine, checkpoint: Path) -> Iterator[Sampler]:
-    config = load_config(EXAMPLE if request.param == "two turns" else BATCHED)
-    made = Sampler(config, task_of(config), checkpoint, [server.engine])
+@pytest.fixture(params=[EXAMPLE, BATCHED], ids=["two turns", "batched"])
+def config(request: pytest.FixtureRequest) -> TrainConfig:
+    return load_config(request.param)
+
+
+@pytest.fixture
+def task(config: TrainConfig) -> Task:
+    return Task(config.task, config.task_kwargs, config.held_out_size, config.seed)
+
+
+@pytest.fixture
+def sampler(config: TrainConfig, task: Task, server: RunningEngine, checkpoint: Path) -> Iterator[Sampler]:
+    made = Sampler(config, task, checkpoint, [server.engine])
     yield made
     made.close()
 
 
-def task_of(config: object) -> Task:
-    return Task(config.task, config.task_kwargs, config.held_out_size, config.seed)  # type: ignore[attr-defined]
-
-
-def test_what_comes_back_is_what_the_policy_computed(sampler: Sampler, checkpoint: Path) -> None:
-    two_turns = sampler._custom is not None
+def test_what_comes_back_is_what_the_policy_computed(
+    sampler: Sampler, config: TrainConfig, task: Task, checkpoint: Path
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    items = list(islice(task_of(sampler._config).rollout(), 8))
-    samples = sampler.sample(items, 3, 4, temperature=1.0)
+    samples = sampler.sample(list(islice(task.rollout(), 8)), 3, 4, temperature=1.0)
     assert [(sample.index, sample.group_index) for sample in samples] == [(12 + i, 3 + i // 4) for i in range(32)]
     called = 0
     for sample in samples:
@@ -59,7 +66,7 @@ def test_what_comes_back_is_what_the_policy_computed(sampler: Sampler, checkpoin
         expected = logits.log_softmax(-1).gather(-1, torch.tensor(sample.tokens[len(prompt) :])[:, None])[:, 0]
         for on, got, reference in zip(mask, sample.rollout_log_probs, expected.tolist(), strict=True):
             assert abs(got - reference) < ROUNDING if on else got == 0.0
-    assert called > 0 if two_turns else called == 0
+    assert (called > 0) == (config.custom_generate_function_path is not None)
     columns = to_columns(samples, 0, len(samples))
     padded = pad(columns, range(len(samples)), torch.device("cpu"))
     assert padded.response_mask.sum(-1).int().tolist() == columns["rollout_mask_sums"]
@@ -69,15 +76,13 @@ def test_what_comes_back_is_what_the_policy_computed(sampler: Sampler, checkpoin
         assert chosen == [token for token, on in zip(response, sample.effective_loss_mask, strict=True) if on]
 
 
-def test_greedy_evaluation_repeats_itself(sampler: Sampler) -> None:
-    held_out = task_of(sampler._config).held_out
-    first, second = (sampler.sample(held_out, 0, 1, temperature=0.0, evaluation=True) for _ in range(2))
+def test_greedy_evaluation_repeats_itself(sampler: Sampler, task: Task) -> None:
+    first, second = (sampler.sample(task.held_out, 0, 1, temperature=0.0, evaluation=True) for _ in range(2))
     assert [sample.tokens for sample in first] == [sample.tokens for sample in second]
     assert all(sample.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED) for sample in first)
 
 
-def test_a_prompt_that_the_engine_refuses_is_named(sampler: Sampler) -> None:
-    (item, *_) = task_of(sampler._config).held_out
-    too_long = type(item)(0, "Calculate 1 + " * 1000, "1", {}, "here", item.entry)
+def test_a_prompt_that_the_engine_refuses_is_named(sampler: Sampler, task: Task) -> None:
+    too_long = replace(task.held_out[0], prompt="Calculate 1 + " * 1000)
     with pytest.raises((EngineError, CustomFunctionError), match=r"HTTP 400"):
         sampler.sample([too_long], 0, 1, temperature=1.0)

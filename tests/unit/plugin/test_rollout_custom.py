@@ -150,6 +150,7 @@ def test_a_function_written_for_miles_gets_its_args_and_its_versions_noted(
         assert not hasattr(args, "mark")
         args.mark = True
         assert (sample.status, sample.tokens, sample.loss_mask) == (sample.Status.PENDING, [], None)
+        sample.index, sample.prompt = 7, "rewritten"  # its place and its prompt are not the function's to change
         return await one_turn(args, sample, sampling_params)
 
     user.generate = generate  # type: ignore[attr-defined]
@@ -158,6 +159,7 @@ def test_a_function_written_for_miles_gets_its_args_and_its_versions_noted(
     assert {(n, partial) for _, _, n, partial in seen} == {(2, False)}
     assert all(sample.weight_versions == [str(1 + sample.group_index % 2)] for sample in samples)
     assert [sample.index for sample in samples] == list(range(20, 28))
+    assert "rewritten" not in {sample.prompt for sample in samples}
 
 
 def test_the_shipped_example_masks_the_tool_and_keeps_both_turns(run: Callable[..., list[Sample]]) -> None:
