@@ -7,9 +7,10 @@ from importlib.util import find_spec
 from miles_plugin.arguments import TrainConfig
 from miles_plugin.checkpoint import Resume, check_save, find
 from miles_plugin.cluster import NodeSpec
+from miles_plugin.engines.routed_experts import check_routed_experts
 from miles_plugin.object_store import open_rollout_store
 from miles_plugin.report.observers import check_tracking
-from miles_plugin.rollout.task import Task
+from miles_plugin.rollout.check import check_data
 from mooncake_store.client import load_mooncake
 from mooncake_store.config import MASTER_VARIABLE, MISTAKEN_MASTER_VARIABLE, fit_to_host, resolve
 from mooncake_store.errors import ConfigError
@@ -44,7 +45,8 @@ def check(config: TrainConfig) -> Plan:
     own_master = _check_store(config)
     _check_packages()
     check_tracking(config)
-    Task(config.task, config.task_kwargs, config.held_out_size, config.seed)
+    check_data(config)
+    check_routed_experts(config)
     gpus = _visible_gpus()
     needed = config.world_size + config.rollout_num_gpus
     if gpus and len(gpus) < needed:
@@ -134,6 +136,8 @@ def _check_sizes(config: TrainConfig) -> None:
 
 
 def _check_checkpoint(config: TrainConfig) -> None:
+    if config.tiny_num_experts == 1:
+        raise ConfigError("tiny_num_experts=1: each token goes to two experts; set 0 (dense), or 2 and more")
     path = config.hf_checkpoint
     if path is not None and not (path / "config.json").is_file():
         raise ConfigError(f"hf_checkpoint={path}: no config.json there; give a local Hugging Face checkpoint directory")

@@ -3,7 +3,7 @@
 Endpoints and their fields are those of SGLang 0.5.23, each seen working there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -13,17 +13,29 @@ class EngineError(RuntimeError):
     """An engine answered with an error, not at all, or with nonsense; the message names engine and request."""
 
 
+# A request for responses may be a whole rollout batch; an engine that ends closes its connections at once.
+_GENERATE_TIMEOUT = httpx.Timeout(3600.0, connect=5.0)
+# SGLang closes a connection that was idle for 5 seconds.
+_IDLE_SECONDS = 1.0
+_ATTEMPTS = 3
+
+
 class SGLangEngine:
     """Client of one engine.
 
     Args:
         url: e.g. "http://127.0.0.1:30000".
-        timeout: seconds that one request may take.
+        timeout: seconds that one request may take, other than for responses.
     """
 
     def __init__(self, url: str, timeout: float = 300.0) -> None:
         self.url = url
-        self._http = httpx.Client(base_url=url, timeout=httpx.Timeout(timeout, connect=5.0), trust_env=False)
+        self._http = httpx.Client(
+            base_url=url,
+            timeout=httpx.Timeout(timeout, connect=5.0),
+            limits=httpx.Limits(keepalive_expiry=_IDLE_SECONDS),
+            trust_env=False,
+        )
 
     def ready(self) -> bool:
         """Whether the engine has its model loaded and answers."""
@@ -42,7 +54,7 @@ class SGLangEngine:
         body: dict[str, Any] = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True}
         if return_routed_experts:
             body["return_routed_experts"] = True
-        responses = self._post("/generate", body)
+        responses = self._post("/generate", body, timeout=_GENERATE_TIMEOUT)
         if not isinstance(responses, list) or len(responses) != len(input_ids):
             raise EngineError(f"{self.url}/generate: {len(input_ids)} prompts sent, got {str(responses)[:200]}")
         return responses
@@ -96,8 +108,8 @@ class SGLangEngine:
     def close(self) -> None:
         self._http.close()
 
-    def _post(self, path: str, body: dict[str, Any], is_json: bool = True) -> Any:
-        response = self._request("POST", path, body)
+    def _post(self, path: str, body: dict[str, Any], is_json: bool = True, timeout: httpx.Timeout | None = None) -> Any:
+        response = self._request("POST", path, body, timeout)
         if not is_json:
             return response.text
         answer = response.json()
@@ -105,11 +117,56 @@ class SGLangEngine:
             raise EngineError(f"{self.url}{path}: {answer.get('message')}")
         return answer
 
-    def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+    def _request(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout: httpx.Timeout | None = None
+    ) -> httpx.Response:
         try:
-            response = self._http.request(method, path, json=body)
+            response = self._http.request(method, path, json=body, timeout=timeout or self._http.timeout)
         except httpx.TransportError as error:
-            raise EngineError(f"{self.url}{path}: no answer: {error or type(error).__name__}") from error
-        if response.is_error:
-            raise EngineError(f"{self.url}{path}: HTTP {response.status_code}: {response.text[:500]}")
-        return response
+            raise _no_answer(f"{self.url}{path}", error) from error
+        return _checked(response)
+
+
+class AsyncHTTP:
+    """Posts JSON to any engine, many requests at once. Bound to the event loop that first uses it.
+
+    Args:
+        connections: requests in flight at most; more wait.
+    """
+
+    def __init__(self, connections: int) -> None:
+        self._http = httpx.AsyncClient(
+            limits=httpx.Limits(
+                max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=_IDLE_SECONDS
+            ),
+            timeout=httpx.Timeout(3600.0, pool=None),
+            trust_env=False,
+        )
+
+    async def post(self, url: str, body: Mapping[str, Any]) -> Any:
+        """The JSON answer; raises EngineError for an error or none.
+
+        Sent again when its connection ends without an answer: the server may close an idle one just as it is used.
+        """
+        for attempt in range(_ATTEMPTS):
+            try:
+                return _checked(await self._http.post(url, json=body)).json()
+            except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError) as error:
+                if attempt + 1 == _ATTEMPTS:
+                    raise _no_answer(url, error) from error
+            except httpx.TransportError as error:
+                raise _no_answer(url, error) from error
+        raise AssertionError("unreachable")
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+
+def _no_answer(url: str, error: httpx.TransportError) -> EngineError:
+    return EngineError(f"{url}: no answer: {str(error) or type(error).__name__}")
+
+
+def _checked(response: httpx.Response) -> httpx.Response:
+    if response.is_error:
+        raise EngineError(f"{response.url}: HTTP {response.status_code}: {response.text[:500]}")
+    return response

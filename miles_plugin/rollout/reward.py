@@ -1,33 +1,76 @@
-"""Rewards -> advantages, and the control that takes the information out of them."""
+"""What a response is worth: the user's own function, a math answer's correctness, or the task's own verifier."""
 
-import random
-from collections.abc import Sequence
+import inspect
+from argparse import Namespace
+from typing import Protocol
 
+from miles_plugin.arguments import TrainConfig
+from miles_plugin.rollout.accept import check_reward
+from miles_plugin.rollout.functions import CustomFunctionError, describe, load_function
+from miles_plugin.rollout.prompts import Item, PromptSource
 from miles_plugin.rollout.sample import Sample
+from miles_plugin.rollout.task import Task
+from mooncake_store.errors import ConfigError
 
 
-def shuffle_rewards(samples: Sequence[Sample], rng: random.Random) -> None:
-    """Permute the rewards across all samples of a rollout, in place.
+class Reward(Protocol):
+    """Scores one sample; called for many at once on one event loop."""
 
-    Their distribution stays, what they say about a response goes: a policy that still improves is not learning
-    from its rewards.
+    async def __call__(self, args: Namespace, sample: Sample, item: Item) -> float:
+        """The reward of a generated sample of `item`; 1.0 or more counts as a correct answer."""
+
+    def close(self) -> None:
+        """Release what it holds; idempotent."""
+
+
+def load_reward(config: TrainConfig, source: PromptSource) -> Reward:
+    """The reward function that the settings ask for: custom_rm_path, else rm_type, else the task's own verifier.
+
+    Raises:
+        ConfigError: there is none, or the custom one cannot be loaded.
     """
-    rewards = [sample.reward for sample in samples]
-    rng.shuffle(rewards)
-    for sample, reward in zip(samples, rewards, strict=True):
-        sample.reward = reward
+    if config.custom_rm_path is not None:
+        return CustomReward(config.custom_rm_path)
+    if config.rm_type == "math":
+        from miles_plugin.rollout.math_reward import MathReward
+
+        return MathReward()
+    if not isinstance(source, Task):
+        raise ConfigError("prompt_data needs a reward function: set rm_type or custom_rm_path")
+    return TaskReward(source)
 
 
-def assign_group_advantages(samples: Sequence[Sample]) -> None:
-    """GRPO: (reward - mean of the group) / (standard deviation of the group + 1e-6), in place.
+class TaskReward:
+    """The verifier that a reasoning-gym task comes with."""
 
-    A group whose rewards are all equal gets advantage 0 and teaches nothing.
-    """
-    groups: dict[int, list[Sample]] = {}
-    for sample in samples:
-        groups.setdefault(sample.group, []).append(sample)
-    for group in groups.values():
-        mean = sum(sample.reward for sample in group) / len(group)
-        variance = sum((sample.reward - mean) ** 2 for sample in group) / len(group)
-        for sample in group:
-            sample.advantage = (sample.reward - mean) / (variance**0.5 + 1e-6)
+    def __init__(self, task: Task) -> None:
+        self._task = task
+
+    async def __call__(self, args: Namespace, sample: Sample, item: Item) -> float:  # noqa: ARG002
+        return self._task.score(sample.response, item)
+
+    def close(self) -> None:
+        pass
+
+
+class CustomReward:
+    """`custom_rm_path`: (args, sample) -> float. An ordinary function holds up the others while it runs; an async one
+    does not while it waits."""
+
+    def __init__(self, path: str) -> None:
+        self._named = f"custom_rm_path={path}"
+        self._function = load_function("custom_rm_path", path, ("args", "sample"))
+
+    async def __call__(self, args: Namespace, sample: Sample, item: Item) -> float:  # noqa: ARG002
+        try:
+            reward = self._function(args, sample)
+            if inspect.isawaitable(reward):
+                reward = await reward
+        except Exception as error:
+            raise CustomFunctionError(
+                f"{self._named}, sample {sample.index} ({sample.response!r:.60}): {describe(error, self._function)}"
+            ) from error
+        return check_reward(reward, self._named, sample.index)
+
+    def close(self) -> None:
+        pass

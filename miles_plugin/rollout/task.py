@@ -1,27 +1,14 @@
 """Procedural tasks and their verifiers, from the reasoning-gym library."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from miles_plugin.rollout.prompts import Item
 from mooncake_store.errors import ConfigError
 
 # reasoning-gym seeds item i with `seed + i`: streams this far apart never share an item's seed.
 _STREAM_STRIDE = 1 << 28
 _HELD_OUT, _VALIDATION, _WARM_START, _ROLLOUT = range(4)
-
-
-@dataclass(frozen=True)
-class Item:
-    """One question with what its verifier needs.
-
-    index: position in its stream, which together with the seed and the task's settings reproduces the item.
-    """
-
-    index: int
-    question: str
-    answer: str
-    entry: Mapping[str, Any]
 
 
 class Task:
@@ -35,12 +22,11 @@ class Task:
         self.name = name
         self._streams = [_dataset(name, settings, seed + stream * _STREAM_STRIDE) for stream in range(4)]
         self.held_out = _distinct(self._items(_HELD_OUT), held_out_size, name)
-        self._held_out_questions = {item.question for item in self.held_out}
+        self._held_out_keys = {item.key for item in self.held_out}
 
     def validation(self, size: int) -> list[Item]:
         """The first `size` distinct items of the stream by which the warm start decides when to stop."""
-        fresh = (item for item in self._items(_VALIDATION) if item.question not in self._held_out_questions)
-        return _distinct(fresh, size, self.name)
+        return _distinct(self._training_items(_VALIDATION, 0), size, self.name)
 
     def warm_start(self) -> Iterator[Item]:
         """Endless items for the supervised phase."""
@@ -55,13 +41,15 @@ class Task:
         return float(self._streams[_HELD_OUT].score_answer(answer=response.strip(), entry=item.entry))
 
     def _training_items(self, stream: int, start: int) -> Iterator[Item]:
-        return (item for item in self._items(stream, start) if item.question not in self._held_out_questions)
+        return (item for item in self._items(stream, start) if item.key not in self._held_out_keys)
 
     def _items(self, stream: int, start: int = 0) -> Iterator[Item]:
         dataset = self._streams[stream]
         for index in range(start, _STREAM_STRIDE):
             entry = dataset[index]
-            yield Item(index, entry["question"], str(entry["answer"]), entry)
+            origin = f"task {self.name!r}, item {index}"
+            metadata = {"task": self.name, "item": index}
+            yield Item(index, entry["question"], str(entry["answer"]), metadata, origin, entry)
 
 
 def _dataset(name: str, settings: Mapping[str, Any], seed: int) -> Any:
@@ -82,7 +70,7 @@ def _dataset(name: str, settings: Mapping[str, Any], seed: int) -> Any:
 def _distinct(items: Iterator[Item], size: int, name: str) -> list[Item]:
     found: dict[str, Item] = {}
     for tried, item in enumerate(items):
-        found.setdefault(item.question, item)
+        found.setdefault(item.key, item)
         if len(found) == size:
             return list(found.values())
         if tried > 100 * size:

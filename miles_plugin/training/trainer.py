@@ -67,6 +67,7 @@ class Trainer:
         config = self._config
         tokens = torch.tensor(float(sum(batch["rollout_mask_sums"][row] for row in rows)), device=self._device)
         dist.all_reduce(tokens)
+        tokens.clamp_(min=1.0)  # a step whose samples are all masked teaches nothing; it is not a division by zero
         totals = torch.zeros(2, device=self._device)
         for padded in self._micro_batches(batch, rows):
             logits = self.model(padded.tokens, attention_mask=padded.attention_mask, use_cache=False).logits

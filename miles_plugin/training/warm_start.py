@@ -15,7 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from miles_plugin.arguments import PolicyArguments, TrainConfig
-from miles_plugin.rollout.task import Item, Task
+from miles_plugin.rollout.prompts import Item
+from miles_plugin.rollout.task import Task
 from miles_plugin.training.tiny_policy import build_model, build_tokenizer, save_checkpoint
 from mooncake_store.errors import ConfigError
 
@@ -109,8 +110,8 @@ def _train(config: TrainConfig, report: Callable[[str], None]) -> tuple[PreTrain
 
 
 def _answer_loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, items: Sequence[Item]) -> torch.Tensor:
-    prompts = [tokenizer.encode(item.question, add_special_tokens=False) for item in items]
-    answers = [[*tokenizer.encode(item.answer, add_special_tokens=False), tokenizer.eos_token_id] for item in items]
+    prompts = [tokenizer.encode(item.prompt, add_special_tokens=False) for item in items]
+    answers = [[*tokenizer.encode(item.label, add_special_tokens=False), tokenizer.eos_token_id] for item in items]
     longest = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
     tokens = torch.full((len(items), longest), tokenizer.pad_token_id)
     labels = torch.full((len(items), longest), -100)
@@ -140,7 +141,7 @@ def _by_length(tokenizer: PreTrainedTokenizerFast, items: Sequence[Item]) -> Ite
     """Items whose prompts have equally many tokens, together: they decode as one batch without padding."""
     groups: dict[int, list[tuple[list[int], Item]]] = {}
     for item in items:
-        prompt = tokenizer.encode(item.question, add_special_tokens=False)
+        prompt = tokenizer.encode(item.prompt, add_special_tokens=False)
         groups.setdefault(len(prompt), []).append((prompt, item))
     for group in groups.values():
         yield torch.tensor([prompt for prompt, _ in group]), [item for _, item in group]

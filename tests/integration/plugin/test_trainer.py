@@ -28,7 +28,7 @@ def shards(ranks: int, seed: int = 0) -> list[dict[str, Any]]:
     samples = make_samples(groups=8, size=4)
     for sample in samples:
         sample.tokens = rng.integers(2, 258, len(sample.tokens) + int(rng.integers(0, 9))).tolist()
-        sample.log_probs = (-5 + rng.normal(0, 0.2, sample.response_length)).tolist()
+        sample.rollout_log_probs = (-5 + rng.normal(0, 0.2, sample.response_length)).tolist()
         sample.advantage = float(rng.normal())
     return [to_columns(part, 0, len(samples)) for part in split_groups(samples, ranks)]
 

@@ -4,25 +4,27 @@ import random
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from miles_plugin.rollout.advantage import assign_group_advantages, shuffle_rewards
 from miles_plugin.rollout.batch import split_groups, to_columns
-from miles_plugin.rollout.reward import assign_group_advantages, shuffle_rewards
 from miles_plugin.rollout.sample import Sample
 from miles_plugin.version import VersionAuthority
-from mooncake_store.layout import batch_digest
+from mooncake_store.layout import batch_digest, decode, encode
 
 
 def make_samples(groups: int, size: int) -> list[Sample]:
     return [
         Sample(
             index=index,
-            group=index // size,
+            group_index=index // size,
             prompt=f"question {index // size}",
             tokens=[5, 6, 7, *range(10, 10 + index % 4 + 1)],
-            log_probs=[-0.5] * (index % 4 + 1),
             response="ab",
-            truncated=index % 2 == 0,
+            response_length=index % 4 + 1,
+            rollout_log_probs=[-0.5] * (index % 4 + 1),
+            status=Sample.Status.TRUNCATED if index % 2 == 0 else Sample.Status.COMPLETED,
             weight_versions=["3"],
             reward=float(index % 3 == 0),
         )
@@ -37,7 +39,7 @@ def test_advantages_are_normalised_within_each_group() -> None:
     assign_group_advantages(samples)
     assert all(sample.advantage == 0 for sample in samples[:8]), "a group of equal rewards teaches nothing"
     for group in range(1, 4):
-        advantages = [sample.advantage for sample in samples if sample.group == group]
+        advantages = [sample.advantage for sample in samples if sample.group_index == group]
         assert sum(advantages) == pytest.approx(0, abs=1e-9)
         assert sum(a * a for a in advantages) / 8 == pytest.approx(1, abs=1e-4)
     rewarded = [sample.advantage > 0 for sample in samples[8:]]
@@ -56,7 +58,7 @@ def test_shuffling_keeps_the_rewards_and_breaks_their_link_to_the_samples() -> N
 def test_ranks_get_whole_groups_and_equally_many() -> None:
     shards = split_groups(make_samples(groups=6, size=4), ranks=3)
     assert [len(shard) for shard in shards] == [8, 8, 8]
-    groups = [{sample.group for sample in shard} for shard in shards]
+    groups = [{sample.group_index for sample in shard} for shard in shards]
     assert set.union(*groups) == set(range(6))
     assert sum(map(len, groups)) == 6
 
@@ -77,8 +79,58 @@ def test_a_shard_has_miles_columns_row_for_row() -> None:
     assert (columns["round_number"], columns["dynamic_global_batch_size"], columns["num_rollouts"]) == (7, 16, 2)
     digest = batch_digest(columns)
     assert digest == batch_digest(to_columns(samples, 7, 16))
-    samples[3].log_probs[0] -= 1e-3
+    assert samples[3].rollout_log_probs is not None
+    samples[3].rollout_log_probs[0] -= 1e-3
     assert digest != batch_digest(to_columns(samples, 7, 16))
+
+
+def test_a_tool_s_tokens_are_in_the_response_and_not_in_the_loss() -> None:
+    samples = make_samples(groups=1, size=4)
+    for sample in samples:
+        sample.tokens, sample.response_length = [5, 6, 20, 21, 22, 23], 4
+        sample.loss_mask, sample.rollout_log_probs = [1, 0, 0, 1], [-0.1, -9e9, 0.0, -0.4]
+    samples[1].remove_sample = True
+    columns = to_columns(samples, 0, 4)
+    assert columns["loss_masks"] == [[1, 0, 0, 1], [0, 0, 0, 0], [1, 0, 0, 1], [1, 0, 0, 1]]
+    assert columns["rollout_mask_sums"] == [2, 0, 2, 2]
+    assert columns["response_lengths"] == [4] * 4
+    assert columns["rollout_log_probs"] == [[-0.1, 0.0, 0.0, -0.4]] * 4, "what a tool wrote has no probability"
+    assert [sample.effective_response_length for sample in samples] == [2] * 4
+
+
+def test_a_sample_without_a_reward_is_left_out_of_its_group() -> None:
+    samples = make_samples(groups=1, size=4)
+    for sample, reward in zip(samples, (1.0, None, 0.0, 0.0), strict=True):
+        sample.reward = reward
+    assign_group_advantages(samples)
+    assert samples[1].advantage == 0.0
+    assert samples[0].advantage == pytest.approx(2**0.5, abs=1e-4), "mean 1/3 of three, not 1/4 of four"
+    shuffle_rewards(samples, random.Random(1))
+    assert samples[1].reward is None
+    assert to_columns(samples, 0, 4)["raw_reward"][1] == 0.0
+
+
+def test_routed_experts_are_a_column_when_every_sample_has_them() -> None:
+    samples = make_samples(groups=2, size=2)
+    assert "rollout_routed_experts" not in to_columns(samples, 0, 4)
+    for sample in samples:
+        sample.rollout_routed_experts = np.full((len(sample.tokens) - 1, 3, 2), sample.index, np.int32)
+    columns = to_columns(samples, 0, 4)
+    encoded = encode(columns)
+    stored = np.zeros(encoded.nbytes, np.uint8)
+    encoded.write_into(stored)
+    for row, sample in zip(decode(stored)["rollout_routed_experts"], samples, strict=True):
+        assert row.dtype == np.int32
+        assert np.array_equal(row, sample.rollout_routed_experts)
+
+
+def test_versions_of_several_answers_are_merged_in_order() -> None:
+    sample = Sample()
+    for spans, finish in ((["3"], "length"), (["3", "4"], "stop")):
+        meta = {"weight_versions": [{"version": v} for v in spans], "finish_reason": {"type": finish}}
+        sample.update_from_meta_info(None, meta)
+    assert sample.weight_versions == ["3", "4"]
+    assert sample.status is Sample.Status.COMPLETED
 
 
 def test_versions_only_go_up_and_survive_their_process(tmp_path: Path) -> None:

@@ -13,24 +13,24 @@ SMALL = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
 def test_held_out_items_are_fixed_distinct_and_never_trained_on() -> None:
     task, again = (Task("chain_sum", SMALL, held_out_size=60, seed=3) for _ in range(2))
-    questions = [item.question for item in task.held_out]
-    assert questions == [item.question for item in again.held_out]
+    questions = [item.prompt for item in task.held_out]
+    assert questions == [item.prompt for item in again.held_out]
     assert len(set(questions)) == 60
     for stream in (task.warm_start(), task.rollout(), iter(task.validation(20))):
-        assert not {item.question for item in islice(stream, 500)} & set(questions)
+        assert not {item.prompt for item in islice(stream, 500)} & set(questions)
 
 
 def test_a_stream_continues_where_it_is_told_to() -> None:
     task = Task("chain_sum", {}, held_out_size=8, seed=0)
     first = list(islice(task.rollout(), 20))
     resumed = list(islice(task.rollout(first[9].index + 1), 10))
-    assert [item.question for item in resumed] == [item.question for item in first[10:]]
+    assert [item.prompt for item in resumed] == [item.prompt for item in first[10:]]
 
 
 def test_streams_differ() -> None:
     task = Task("chain_sum", {"min_digits": 4, "max_digits": 4}, held_out_size=8, seed=0)
     streams = (task.warm_start(), task.rollout(), iter(task.validation(50)))
-    seen = [{item.question for item in islice(stream, 50)} for stream in streams]
+    seen = [{item.prompt for item in islice(stream, 50)} for stream in streams]
     assert not seen[0] & seen[1]
     assert not seen[1] & seen[2]
 
@@ -38,8 +38,8 @@ def test_streams_differ() -> None:
 def test_the_verifier_decides() -> None:
     task = Task("chain_sum", SMALL, held_out_size=8, seed=0)
     item = task.held_out[0]
-    assert task.score(item.answer, item) == 1.0
-    assert task.score(f" {item.answer}\n", item) == 1.0
+    assert task.score(item.label, item) == 1.0
+    assert task.score(f" {item.label}\n", item) == 1.0
     assert task.score("no idea", item) < 1.0
     assert task.score("", item) < 1.0
 

@@ -54,7 +54,7 @@ def test_log_probs_are_of_the_next_token_at_the_sampling_temperature() -> None:
 def test_padding_puts_every_response_token_under_its_prediction() -> None:
     samples = make_samples(groups=2, size=4)
     for sample in samples:
-        sample.log_probs = [-float(token) for token in sample.tokens[-sample.response_length :]]
+        sample.rollout_log_probs = [-float(token) for token in sample.tokens[-sample.response_length :]]
         sample.advantage = float(sample.index)
     encoded = encode(to_columns(samples, 0, 8))
     stored = np.zeros(encoded.nbytes, np.uint8)

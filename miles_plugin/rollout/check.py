@@ -1,0 +1,62 @@
+"""What is checked of prompts, reward and custom functions before a job starts anything."""
+
+from importlib.util import find_spec
+
+from miles_plugin.arguments import DataArguments, TaskArguments, TrainConfig
+from miles_plugin.rollout.prompts import load_tokenizer, open_prompts, to_text
+from mooncake_store.errors import ConfigError, MissingDependency
+
+
+def check_data(config: TrainConfig) -> None:
+    """Read the prompts, import the custom functions, and render the first prompts as the job will.
+
+    Raises:
+        ConfigError: settings that contradict each other, and what `open_prompts`, `to_text` and `load_function` raise.
+    """
+    if config.prompt_data is None:
+        _check_task_settings(config)
+    else:
+        _check_prompt_data_settings(config)
+    if config.apply_chat_template and config.hf_checkpoint is None:
+        raise ConfigError("apply_chat_template: the tiny policy's tokenizer has no chat template; name hf_checkpoint")
+    if config.apply_chat_template_kwargs and not config.apply_chat_template:
+        raise ConfigError("apply_chat_template_kwargs is set without apply_chat_template; add that, or leave it out")
+    source = open_prompts(config)
+    _check_functions(config)
+    if config.apply_chat_template and config.hf_checkpoint is not None:
+        tokenizer = load_tokenizer(config.hf_checkpoint)
+        for item in (*source.held_out, next(source.rollout())):
+            to_text(item, tokenizer, config)
+
+
+def _check_task_settings(config: TrainConfig) -> None:
+    for name in ("eval_prompt_data", "label_key", "rollout_shuffle"):
+        if getattr(config, name) != DataArguments.model_fields[name].default:
+            raise ConfigError(f"{name}={getattr(config, name)} is set without prompt_data; add that, or leave it out")
+
+
+def _check_prompt_data_settings(config: TrainConfig) -> None:
+    given = f"prompt_data={config.prompt_data}"
+    if config.task != TaskArguments.model_fields["task"].default or config.task_kwargs:
+        raise ConfigError(
+            f"{given} and task={config.task!r} with task_kwargs={config.task_kwargs} are two sources of prompts; "
+            "leave one out"
+        )
+    if config.hf_checkpoint is None:
+        raise ConfigError(f"{given} needs hf_checkpoint: the tiny policy can only be warm-started on a task")
+    if config.rm_type is None and config.custom_rm_path is None:
+        raise ConfigError(f"{given} needs a reward function: set rm_type or custom_rm_path")
+    if config.custom_rm_path is None and config.label_key is None:
+        raise ConfigError(f"rm_type={config.rm_type} needs label_key: the column of {given} with the reference answer")
+
+
+def _check_functions(config: TrainConfig) -> None:
+    from miles_plugin.rollout.generate import CustomGenerate
+    from miles_plugin.rollout.reward import CustomReward
+
+    if config.custom_generate_function_path is not None:
+        CustomGenerate(config.custom_generate_function_path)
+    if config.custom_rm_path is not None:
+        CustomReward(config.custom_rm_path)
+    elif config.rm_type == "math" and find_spec("math_verify") is None:
+        raise MissingDependency("rm_type=math needs math-verify: pip install miles-mooncake[train]")

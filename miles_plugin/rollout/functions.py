@@ -1,0 +1,92 @@
+"""The user's own functions: found by a dotted path, and reported by name when they fail."""
+
+import difflib
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from mooncake_store.errors import ConfigError
+
+
+class CustomFunctionError(RuntimeError):
+    """A function of the user's failed, or returned what it must not; the message names function, sample and line."""
+
+
+def load_function(setting: str, path: str, parameters: tuple[str, ...]) -> Callable[..., Any]:
+    """The function at `path`, "package.module.function"; modules of the working directory are found too.
+
+    Args:
+        setting: the name of the setting that `path` came from, for messages.
+        parameters: what it will be called with, by position.
+
+    Raises:
+        ConfigError: no such module or function, importing it failed, or it takes other parameters.
+    """
+    named = f"{setting}={path}"
+    module_name, _, name = path.rpartition(".")
+    if not module_name or "/" in path or ":" in path or path.endswith(".py"):
+        raise ConfigError(f"{named}: write it as package.module.function")
+    module = _import(module_name, named)
+    function = getattr(module, name, None)
+    if function is None:
+        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        close = difflib.get_close_matches(name, functions, n=1) or functions[:5]
+        raise ConfigError(f"{named}: {module.__file__} has no {name!r}; it has {', '.join(close) or 'no function'}")
+    if not callable(function) or inspect.isclass(function):
+        raise ConfigError(f"{named}: {type(function).__name__}, not a function; it must take ({', '.join(parameters)})")
+    try:
+        inspect.signature(function).bind(*parameters)
+    except TypeError as error:
+        raise ConfigError(
+            f"{named}: {name}{inspect.signature(function)} cannot be called with ({', '.join(parameters)}): {error}"
+        ) from None
+    found: Callable[..., Any] = function
+    return found
+
+
+def describe(error: BaseException, function: Callable[..., Any]) -> str:
+    """The error in one line, with the last line of the function's own file that it passed through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    file = getattr(inspect.unwrap(function), "__code__", None)
+    own = [frame for frame in frames if file is not None and frame.filename == file.co_filename]
+    return f"{_summary(error)}{_place((own or frames)[-1]) if frames else ''}"
+
+
+def _import(name: str, named: str) -> Any:
+    if os.getcwd() not in sys.path:  # a console script has its own directory there, not the working directory
+        sys.path.append(os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
+            raise ConfigError(
+                f"{named}: there is no module {error.name!r}; it is looked for in {os.getcwd()} and in PYTHONPATH"
+            ) from None
+        hint = ""
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "miles":
+            hint = "; GenerateState, Sample and post are here in miles_plugin.rollout.custom"
+        raise ConfigError(f"{named}: importing {name} failed: {_summary(error)}{_user_place(error)}{hint}") from error
+
+
+def _user_place(error: BaseException) -> str:
+    """Where the import failed, leaving out the import machinery and this file."""
+    if isinstance(error, SyntaxError):
+        return f" ({error.filename}:{error.lineno})"
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<frozen") and frame.filename not in (__file__, importlib.__file__)
+    ]
+    return _place(frames[-1]) if frames else ""
+
+
+def _summary(error: BaseException) -> str:
+    return " ".join(traceback.format_exception_only(error)[-1].split())
+
+
+def _place(frame: traceback.FrameSummary) -> str:
+    return f" ({frame.filename}:{frame.lineno}: {frame.line})"

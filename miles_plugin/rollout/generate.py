@@ -1,0 +1,198 @@
+"""Items -> generated and scored samples: in one request per engine, or sample by sample with the user's function."""
+
+import asyncio
+import copy
+import inspect
+from argparse import Namespace
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from miles_plugin.arguments import TrainConfig
+from miles_plugin.engines.routed_experts import decode, read_routing
+from miles_plugin.engines.sglang import AsyncHTTP, EngineError, SGLangEngine
+from miles_plugin.rollout.accept import accept
+from miles_plugin.rollout.custom import CONCURRENCY_PER_ENGINE, Call, arguments, current_call, for_engine
+from miles_plugin.rollout.functions import CustomFunctionError, describe, load_function
+from miles_plugin.rollout.prompts import Item, PromptSource, load_tokenizer, to_text
+from miles_plugin.rollout.reward import load_reward
+from miles_plugin.rollout.sample import Sample
+
+# How often a sample is generated that keeps being aborted.
+_TRIES = 3
+
+
+class Sampler:
+    """Generates and scores samples on some engines.
+
+    Args:
+        config: the job's settings.
+        source: the items' source, for its verifier.
+        checkpoint: Hugging Face directory of the policy, for its tokenizer.
+        engines: where to generate.
+    """
+
+    def __init__(
+        self, config: TrainConfig, source: PromptSource, checkpoint: Path, engines: Sequence[SGLangEngine]
+    ) -> None:
+        self._config, self._engines = config, engines
+        self._tokenizer = load_tokenizer(checkpoint)
+        self._routing = read_routing(checkpoint) if config.return_routed_experts else None
+        self._settings = arguments(config, checkpoint)
+        self._reward = load_reward(config, source)
+        path = config.custom_generate_function_path
+        self._custom = None if path is None else CustomGenerate(path)
+        self._concurrency = CONCURRENCY_PER_ENGINE * len(engines)
+        # One loop for every rollout: what custom functions keep between calls is bound to it.
+        self._runner = asyncio.Runner()
+        self._http = AsyncHTTP(self._concurrency)
+
+    def sample(
+        self, items: Sequence[Item], first_group: int, group_size: int, temperature: float, evaluation: bool = False
+    ) -> list[Sample]:
+        """`group_size` samples of each item, in order; groups are numbered from `first_group`.
+
+        An aborted sample is generated again, `_TRIES` times in all. One that is aborted each time has no reward, only
+        its prompt's tokens, and no part in the loss.
+
+        Raises:
+            EngineError: an engine failed, or every sample was aborted each time.
+            CustomFunctionError: a function of the user's failed or returned what it must not.
+        """
+        prompts = [to_text(item, self._tokenizer, self._config) for item in items]
+        params = {
+            "max_new_tokens": self._config.rollout_max_response_len,
+            "temperature": temperature,
+            "top_p": 1.0,
+            "top_k": -1,
+        }
+        size = len(items) * group_size
+        samples: dict[int, Sample] = {}
+        pending = list(range(size))
+        for _ in range(_TRIES):
+            asked = [
+                Sample(
+                    index=first_group * group_size + position,
+                    group_index=first_group + position // group_size,
+                    prompt=prompts[position // group_size],
+                    label=items[position // group_size].label,
+                    metadata=copy.deepcopy(dict(items[position // group_size].metadata)),
+                )
+                for position in pending
+            ]
+            if self._custom is None:
+                self._generate(asked, params)
+            chosen = [items[position // group_size] for position in pending]
+            finished = self._runner.run(self._finish_all(asked, chosen, params, evaluation))
+            samples.update(zip(pending, finished, strict=True))
+            pending = [position for position in pending if samples[position].status is Sample.Status.ABORTED]
+            if not pending:
+                break
+        if len(pending) == size:
+            raise EngineError(f"all {size} samples were aborted {_TRIES} times in a row")
+        for position in pending:
+            self._leave_out(samples[position])
+        return [samples[position] for position in range(size)]
+
+    def close(self) -> None:
+        """Release connections and processes; idempotent."""
+        self._reward.close()
+        self._runner.run(self._http.close())
+        self._runner.close()
+
+    def _generate(self, samples: Sequence[Sample], params: dict[str, Any]) -> None:
+        """Fill in the responses, in one request per engine."""
+        prompts = [self._encode(sample) for sample in samples]
+        chunks = _split_evenly(prompts, len(self._engines))
+        with ThreadPoolExecutor(len(self._engines)) as pool:
+            jobs = [
+                pool.submit(engine.generate, chunk, params, self._routing is not None)
+                for engine, chunk in zip(self._engines, chunks, strict=True)
+                if chunk
+            ]
+            answers = [answer for job in jobs for answer in job.result()]
+        for sample, prompt, answer in zip(samples, prompts, answers, strict=True):
+            meta = answer["meta_info"]
+            sample.tokens = prompt + list(answer["output_ids"])
+            sample.response_length = len(answer["output_ids"])
+            sample.response = self._tokenizer.decode(answer["output_ids"], skip_special_tokens=True)
+            sample.rollout_log_probs = [log_prob for log_prob, _token, _text in meta["output_token_logprobs"]]
+            sample.update_from_meta_info(None, meta)
+            if self._routing is not None and sample.status is not Sample.Status.ABORTED:
+                sample.rollout_routed_experts = decode(meta, len(sample.tokens), self._routing)
+
+    async def _finish_all(
+        self, asked: Sequence[Sample], items: Sequence[Item], params: dict[str, Any], evaluation: bool
+    ) -> list[Sample]:
+        semaphore = asyncio.Semaphore(self._concurrency)
+
+        async def finish(sample: Sample, item: Item) -> Sample:
+            async with semaphore:
+                return await self._finish(sample, item, params, evaluation)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(finish(sample, item)) for sample, item in zip(asked, items, strict=True)]
+        except BaseExceptionGroup as failures:  # the first one made the group cancel the others
+            raise failures.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _finish(self, sample: Sample, item: Item, params: dict[str, Any], evaluation: bool) -> Sample:
+        """Generate with the custom function, if there is one, and score."""
+        engine = self._engines[sample.group_index % len(self._engines)]  # a group shares its prompt's cache
+        args = for_engine(self._settings, engine.url)
+        call = Call(self._http)
+        current_call.set(call)
+        if self._custom is not None:
+            sample = await self._custom(args, sample, dict(params), evaluation, call)
+        if sample.reward is None and sample.status is not Sample.Status.ABORTED:
+            sample.reward = await self._reward(args, sample, item)
+        return sample
+
+    def _leave_out(self, sample: Sample) -> None:
+        sample.tokens = self._encode(sample)
+        sample.response, sample.response_length = "", 0
+        sample.loss_mask, sample.rollout_log_probs, sample.rollout_routed_experts = [], [], None
+        sample.reward, sample.remove_sample = None, True
+
+    def _encode(self, sample: Sample) -> list[int]:
+        return list(self._tokenizer.encode(sample.prompt, add_special_tokens=False))
+
+
+class CustomGenerate:
+    """`custom_generate_function_path`: async (args, sample, sampling_params) -> sample, and `evaluation` if it wants.
+
+    Raises:
+        ConfigError: the function cannot be loaded.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._named = f"custom_generate_function_path={path}"
+        self._function = load_function("custom_generate_function_path", path, ("args", "sample", "sampling_params"))
+        self._wants_evaluation = "evaluation" in inspect.signature(self._function).parameters
+
+    async def __call__(
+        self, args: Namespace, asked: Sample, params: dict[str, Any], evaluation: bool, call: Call
+    ) -> Sample:
+        """The sample that the function makes of a copy of `asked`, checked.
+
+        Raises:
+            CustomFunctionError: it raised, or returned what cannot be trained on.
+        """
+        more = {"evaluation": evaluation} if self._wants_evaluation else {}
+        try:
+            returned = self._function(args, copy.deepcopy(asked), params, **more)
+            if inspect.isawaitable(returned):
+                returned = await returned
+        except Exception as error:
+            raise CustomFunctionError(
+                f"{self._named}, sample {asked.index} (prompt {asked.prompt!r:.60}): {describe(error, self._function)}"
+            ) from error
+        return accept(asked, returned, call.weight_versions, self._named)
+
+
+def _split_evenly(items: Sequence[Any], parts: int) -> list[Sequence[Any]]:
+    edges = [len(items) * part // parts for part in range(parts + 1)]
+    return [items[start:end] for start, end in pairwise(edges)]

@@ -1,0 +1,98 @@
+"""Where prompts come from: the interface of both sources, and how a prompt becomes the text that engines get."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from miles_plugin.arguments import TrainConfig
+from mooncake_store.errors import ConfigError
+
+Prompt = str | list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One prompt with what its reward needs.
+
+    index: position in its stream; a stream started at `index + 1` goes on after this item.
+    prompt: text, or chat messages with "role" and "content".
+    label: the reference answer. metadata: travels with each sample.
+    origin: where it came from, for messages. entry: what the source's own verifier needs.
+    """
+
+    index: int
+    prompt: Prompt
+    label: Any = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    origin: str = ""
+    entry: Any = None
+
+    @property
+    def key(self) -> str:
+        """Equal for equal prompts."""
+        return self.prompt if isinstance(self.prompt, str) else json.dumps(self.prompt, sort_keys=True)
+
+
+class PromptSource(Protocol):
+    """An endless, seeded stream of training items, and the items that are never trained on.
+
+    name: what reports and checkpoints call it. held_out: fixed; they measure accuracy.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def held_out(self) -> Sequence[Item]: ...
+    def rollout(self, start: int = 0) -> Iterator[Item]:
+        """Training items from stream position `start`; the same ones whenever settings and `start` are the same."""
+
+
+def open_prompts(config: TrainConfig) -> PromptSource:
+    """The prompts that the settings ask for.
+
+    Raises:
+        ConfigError: a file or a row of it is not what the settings say, or no such task can be made.
+    """
+    if config.prompt_data is not None:
+        from miles_plugin.rollout.data import PromptData
+
+        return PromptData(config)
+    from miles_plugin.rollout.task import Task
+
+    return Task(config.task, config.task_kwargs, config.held_out_size, config.seed)
+
+
+@lru_cache
+def load_tokenizer(checkpoint: Path) -> Any:
+    """The tokenizer of a Hugging Face checkpoint directory; loaded once per process."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(checkpoint)
+
+
+def to_text(item: Item, tokenizer: Any, config: TrainConfig) -> str:
+    """The text of an item's prompt; with `apply_chat_template` the template's, a plain text being one user message.
+
+    Raises:
+        ConfigError: the tokenizer has no template, or the template refuses the messages.
+    """
+    if not config.apply_chat_template:
+        assert isinstance(item.prompt, str), "sources refuse messages without apply_chat_template"
+        return item.prompt
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"apply_chat_template: the tokenizer of {tokenizer.name_or_path} has no chat template; take "
+            "an instruction-tuned checkpoint, or leave the flag out and give prompts as text"
+        )
+    prompt = item.prompt
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    try:
+        text: str = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **config.apply_chat_template_kwargs
+        )
+    except Exception as error:  # a template is a program of the checkpoint's author
+        raise ConfigError(f"{item.origin or item.key[:80]}: the chat template refuses it: {error}") from error
+    return text

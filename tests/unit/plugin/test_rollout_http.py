@@ -1,0 +1,64 @@
+"""The asynchronous HTTP client of custom functions, against a server that drops connections."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from miles_plugin.engines.sglang import AsyncHTTP, EngineError
+
+OK = b'HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{"ok": 1}'
+BROKEN = b"HTTP/1.1 500 Oh\r\nContent-Length: 7\r\n\r\nno luck"
+
+
+def serve(answers: list[bytes], use: Callable[[AsyncHTTP, str], Awaitable[object]]) -> int:
+    """Run `use` against a server that gives the answers in turn (b"": closes instead); returns how many it gave."""
+    given = 0
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal given
+        while await reader.read(65536):
+            given += 1
+            if not answers[given - 1]:
+                break
+            writer.write(answers[given - 1])
+        writer.close()
+
+    async def run() -> None:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        http = AsyncHTTP(connections=2)
+        try:
+            await use(http, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        finally:
+            await http.close()
+            server.close()
+
+    asyncio.run(run())
+    return given
+
+
+def test_a_request_whose_connection_ends_unanswered_is_sent_again() -> None:
+    async def use(http: AsyncHTTP, url: str) -> None:
+        for _ in range(2):
+            assert await http.post(url, {}) == {"ok": 1}
+
+    assert serve([OK, b"", b"", OK], use) == 4
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"), [([b"", b"", b""], "no answer: .*[a-zA-Z]"), ([BROKEN], "HTTP 500: no luck")]
+)
+def test_what_stays_unanswered_or_is_an_error_is_an_engine_error(answers: list[bytes], expected: str) -> None:
+    async def use(http: AsyncHTTP, url: str) -> None:
+        with pytest.raises(EngineError, match=f"^{url}.*: {expected}"):
+            await http.post(url, {})
+
+    assert serve(answers, use) == len(answers)
+
+
+def test_an_engine_that_is_not_there_is_named_at_once() -> None:
+    async def use(http: AsyncHTTP, url: str) -> None:
+        with pytest.raises(EngineError, match=r"127\.0\.0\.1:9/generate: no answer: "):
+            await http.post("http://127.0.0.1:9/generate", {})
+
+    assert serve([], use) == 0

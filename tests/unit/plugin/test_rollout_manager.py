@@ -1,0 +1,127 @@
+"""The rollout manager without processes: what it puts, what it remembers, and where it goes on."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the extra `train` is not installed")
+
+from miles_plugin.arguments_sources import load_config
+from miles_plugin.rollout import manager as manager_module
+from miles_plugin.rollout.manager import RolloutManager
+from miles_plugin.training.tiny_policy import build_model, build_tokenizer, save_checkpoint
+from mooncake_store import ConfigError
+from tests.unit.plugin.test_rollout_custom import TOKENIZER, FakeEngine
+
+FLAGS = ["--held-out-size", "4", "--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--rollout-num-gpus", "2"]
+
+
+class MemoryStore:
+    """Keeps what is put."""
+
+    def __init__(self) -> None:
+        self.batches: dict[str, Any] = {}
+        self.puts = 0
+
+    def put(self, batch: Any) -> SimpleNamespace:
+        self.puts += 1
+        self.batches[f"key-{self.puts}"] = batch
+        return SimpleNamespace(key=f"key-{self.puts}", nbytes=1)
+
+    def remove(self, ref: Any) -> None:
+        del self.batches[ref.key]
+
+    def close(self) -> None:
+        pass
+
+
+def answer(ids: list[int], params: dict[str, Any]) -> tuple[str, str]:
+    """Half of the answers right, by the parity of the question's last digit."""
+    question = TOKENIZER.decode(ids)
+    total = str(sum(map(int, re.findall(r"[-+]?\d+", question.replace("+ ", "+").replace("- ", "-")))))
+    return (total if sum(ids) % 2 else "no"), "stop"
+
+
+@pytest.fixture
+def make(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., tuple[RolloutManager, MemoryStore]]]:
+    save_checkpoint(build_model(32, 1, seed=0), build_tokenizer(), tmp_path / "checkpoint")
+    managers = []
+
+    def start(specs: Any) -> list[SimpleNamespace]:
+        assert [spec.seed for spec in specs] == [0, 1]
+        made = [FakeEngine(f"http://127.0.0.1:{port}", answer, "5") for port in (1, 2)]
+        return [SimpleNamespace(engine=engine, ranks=1, stop=lambda: None) for engine in made]
+
+    def make(*flags: str) -> tuple[RolloutManager, MemoryStore]:
+        store = MemoryStore()
+        monkeypatch.setattr(manager_module, "open_rollout_store", lambda *_args, **_kwargs: store)
+        monkeypatch.setattr(manager_module, "start_engines", start)
+        run_dir = tmp_path / str(len(managers))
+        run_dir.mkdir()
+        managers.append(RolloutManager(load_config([*FLAGS, *flags]), None, "run", run_dir, ranks=2))
+        managers[-1].start_engines(tmp_path / "checkpoint", "127.0.0.1", ())
+        return managers[-1], store
+
+    yield make
+    for made in managers:
+        made.close()
+
+
+def test_a_rollout_is_put_in_a_shard_per_rank_and_removed_when_acknowledged(
+    make: Callable[..., tuple[RolloutManager, MemoryStore]],
+) -> None:
+    manager, store = make("--task", "chain_sum")
+    rollout = manager.generate(3)
+    assert (rollout.samples, rollout.left_out, rollout.weight_versions) == (8, 0, ["5"])
+    assert rollout.tokens == sum(sum(batch["rollout_mask_sums"]) for batch in store.batches.values())
+    first, second = store.batches.values()
+    assert first["rollout_ids"] == [12, 12, 14, 14]
+    assert second["sample_indices"] == [26, 27, 30, 31]
+    raw = [*first["raw_reward"], *second["raw_reward"]]
+    assert rollout.reward == pytest.approx(sum(raw) / 8)
+    for shard in rollout.shards:
+        for _ in range(2):
+            manager.acknowledge(shard.ref.key, shard.rank)
+    assert not store.batches
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_a_new_manager_goes_on_where_the_state_was_taken(
+    shuffled: bool, make: Callable[..., tuple[RolloutManager, MemoryStore]]
+) -> None:
+    manager, store = make("--task", "chain_sum")
+    manager.begin(shuffled)
+    for rollout_id in range(2):
+        manager.generate(rollout_id)
+    state = json.loads(json.dumps(manager.state()))
+    manager.generate(2)
+    resumed, other_store = make("--task", "chain_sum")
+    resumed.begin(shuffled, state)
+    assert resumed.state() == state
+    resumed.generate(2)
+    assert list(other_store.batches.values()) == list(store.batches.values())[4:]
+    assert resumed.state() == manager.state() != state
+    resumed.begin(shuffled)
+    resumed.generate(0)
+    assert list(other_store.batches.values())[2:] == list(store.batches.values())[:2], "begins anew"
+
+
+def test_the_state_of_other_prompts_is_refused(make: Callable[..., tuple[RolloutManager, MemoryStore]]) -> None:
+    manager, _ = make("--task", "chain_sum")
+    with pytest.raises(ConfigError, match=r"is of 'spell_backward', the settings name 'chain_sum'"):
+        manager.begin(False, {"cursor": 3, "prompts": "spell_backward"})
+
+
+def test_accuracy_is_of_the_held_out_items(make: Callable[..., tuple[RolloutManager, MemoryStore]]) -> None:
+    manager, store = make("--task", "chain_sum", "--held-out-size", "64")
+    before = manager.state()
+    assert 0.3 < manager.evaluate() < 0.7
+    assert manager.state() == before
+    assert not store.batches
