@@ -77,7 +77,9 @@ def _places(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [place, *inner] if place else inner
 
 
-_VALID = finite(make_finished_report().to_dict()) | {"resumed_at": [{"arm": "real", "rollout_id": 2}]}
+_VALID = finite(make_finished_report().to_dict()) | {
+    "resumed_at": [{"run_id": "run-0", "arm": "real", "rollout_id": 2}]
+}
 
 
 @pytest.mark.parametrize("place", _places(_VALID), ids=lambda place: ".".join(map(str, place)))

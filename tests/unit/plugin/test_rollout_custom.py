@@ -37,7 +37,9 @@ class FakeEngine:
         self.url, self.version, self.requests = url, version, 0
         self._answer = answer
 
-    def generate(self, input_ids: Sequence[Sequence[int]], sampling_params: dict[str, Any]) -> list[dict[str, Any]]:
+    def generate(
+        self, input_ids: Sequence[Sequence[int]], sampling_params: dict[str, Any], return_routed_experts: bool = False
+    ) -> list[dict[str, Any]]:
         return [self.answer(list(ids), sampling_params) for ids in input_ids]
 
     def answer(self, ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
