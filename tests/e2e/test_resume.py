@@ -40,7 +40,7 @@ def test_an_interrupted_job_goes_on_where_it_saved(checkpoint: Path, tmp_path: P
     done = run([*arguments, "--num-rollout", str(number + 2), "--report", str(tmp_path / "second")], marked)
     assert done.returncode == 0, done.stderr
     after = read_report(tmp_path / "second")
-    assert after["resumed_at"] == [{"run_id": before["run_id"], "arm": "real", "rollouts_done": number}]
+    assert after["resumed_at"] == [{"run_id": before["run_id"], "arm": "real", "rollout_id": number}]
     assert [step["rollout_id"] for step in steps_of(after)] == list(range(number + 2))
     assert steps_of(after)[:number] == steps_of(before)[:number]
     check_versions(after)
