@@ -49,11 +49,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def full_parser() -> argparse.ArgumentParser:
-    """Every command with all its flags."""
+    """Every command with all its flags, for completion."""
     top = argparse.ArgumentParser(prog=PROG, description="RL post-training over Mooncake Store.")
     commands = top.add_subparsers(dest="command", metavar="COMMAND")
     for name, command in COMMANDS.items():
-        commands.add_parser(name, parents=[command.parser()], add_help=False, help=command.summary)
+        parser = commands.add_parser(name, parents=[command.parser()], add_help=False, help=command.summary)
+        for action in parser._actions:
+            if isinstance(action.metavar, str) and action.metavar.startswith("{"):
+                # The settings check their values themselves, with better messages than argparse has.
+                action.choices = [value for value in action.metavar.strip("{}").split(",") if value != "null"]
     return top
 
 

@@ -43,7 +43,7 @@ def warm_started_checkpoint(config: TrainConfig, report: Callable[[str], None]) 
     """
     cached = config.cache_dir / "warm-start" / _cache_key(config)
     if (summary := _cached_summary(cached)) is not None:
-        report(f"warm start: {summary}, cached in {cached}")
+        report(f"warm start: accuracy {summary['accuracy']:.2f} after {summary['steps']} steps, cached in {cached}")
         return cached
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)

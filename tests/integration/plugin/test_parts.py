@@ -1,0 +1,133 @@
+"""Parts that fail are named at once: real Ray actors on real raylets, killed and hung on purpose."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ray = pytest.importorskip("ray", reason="the extra `train` is not installed")
+
+from miles_plugin.cluster import ROLLOUT_NODE, LocalCluster, NodeSpec, local_cluster, trainer_node  # noqa: E402
+from miles_plugin.engines.sglang import EngineError  # noqa: E402
+from miles_plugin.logs import redirect_output  # noqa: E402
+from miles_plugin.parts import Part, PartFailed, Parts, devices_differ  # noqa: E402
+from mooncake_store.errors import ConfigError, StoreFull  # noqa: E402
+
+pytestmark = pytest.mark.integration
+
+
+class Actor:
+    """Stands for a trainer and for the manager, whose engines it says have died when told so."""
+
+    def __init__(self, log: Path) -> None:
+        redirect_output(log)
+        self._engine_died = False
+
+    def pid(self) -> int:
+        print("last words", flush=True)
+        return os.getpid()
+
+    def add(self, value: int) -> int:
+        return value + 1
+
+    def hang(self) -> None:
+        time.sleep(600)
+
+    def fail(self, error: Exception) -> None:
+        raise error
+
+    def lose_engine(self) -> None:
+        self._engine_died = True
+
+    def check_engines(self, _patience: float) -> None:
+        if self._engine_died:
+            raise EngineError("SGLang at http://127.0.0.1:1 ended with status 137; its log x ends:\n...")
+
+    def stop_engines(self) -> None:
+        pass
+
+
+@pytest.fixture
+def cluster() -> Iterator[LocalCluster]:
+    with local_cluster(NodeSpec(1), [NodeSpec(2)]) as running:
+        yield running
+
+
+@pytest.fixture
+def parts(cluster: LocalCluster, tmp_path: Path) -> Parts:
+    def part(name: str, node: str) -> Part:
+        log = tmp_path / f"{name}.log"
+        remote: Any = ray.remote(concurrency_groups={"control": 1})(Actor)
+        return Part(name, remote.options(resources={node: 0.1}, num_cpus=0).remote(log), log)
+
+    trainers = [part(f"trainer rank {rank}", trainer_node(0)) for rank in range(2)]
+    made = Parts(None, cluster, part("the rollout manager", ROLLOUT_NODE), trainers)
+    made.each("pid")
+    made.managed("pid")
+    return made
+
+
+def test_results_come_in_rank_order_and_failures_by_their_part(parts: Parts) -> None:
+    assert parts.each_with("add", [1, 5]) == [2, 6]
+    assert parts.managed("add", 1) == 2
+    with pytest.raises(ConfigError, match="lr=0"):
+        parts.managed("fail", ConfigError("lr=0"))
+    with pytest.raises(PartFailed, match=r"^trainer rank 0: StoreFull: no room; its log: .*trainer rank 0\.log$"):
+        parts.each("fail", StoreFull("no room"))
+    parts.managed("lose_engine")
+    with pytest.raises(PartFailed, match=r"^SGLang at http://127\.0\.0\.1:1 ended with status 137"):
+        parts.each("fail", EngineError("no answer"))
+
+
+def test_a_killed_trainer_is_named_while_the_other_hangs(parts: Parts) -> None:
+    pids = parts.each("pid")
+    hanging = [parts.start(part, "hang") for part in parts._trainers]
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(
+        PartFailed, match=r"^trainer rank 1 ended; its log .*trainer rank 1\.log ends:\n(.*\n)*last words"
+    ):
+        parts.wait(hanging)
+    parts.abandon()
+
+
+def test_a_killed_manager_is_named_also_when_a_trainer_feels_it_first(parts: Parts) -> None:
+    os.kill(parts.managed("pid"), signal.SIGKILL)
+    with pytest.raises(PartFailed, match=r"^the rollout manager ended; its log .*the rollout manager\.log ends:"):
+        parts.each("fail", EngineError("no answer"))
+    parts.abandon()
+
+
+@pytest.mark.parametrize(
+    ("node", "name"),
+    [
+        (trainer_node(0), "trainer node 0"),
+        pytest.param(ROLLOUT_NODE, "rollout node", marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_raylet_is_named_though_its_actors_still_answer(
+    node: str, name: str, parts: Parts, cluster: LocalCluster
+) -> None:
+    (raylet,) = cluster._nodes[node].all_processes["raylet"]
+    os.kill(raylet.process.pid, signal.SIGKILL)
+
+    def call_for_ever() -> None:
+        while True:
+            parts.each("add", 1)
+
+    with pytest.raises(PartFailed, match=rf"^raylet of the {name} ended with status 137; its log \S+raylet\S*\.out "):
+        call_for_ever()
+    parts.abandon()
+
+
+def test_one_device_name_for_different_nodes_is_warned_about() -> None:
+    assert devices_differ(None, [["mlx5_0"], ["mlx5_1"]]) is None
+    assert devices_differ("mlx5_0", [["mlx5_0", "mlx5_1"], ["mlx5_0", "mlx5_1"]]) is None
+    warning = devices_differ("mlx5_0", [["mlx5_0"], [], ["mlx5_0"]])
+    assert warning is not None
+    assert "device_name='mlx5_0'" in warning
+    assert "mlx5_0 | none" in warning
+    assert "MOONCAKE_DEVICE on each node" in warning

@@ -1,0 +1,92 @@
+"""The command: its help, its exit statuses, and completion as a shell does it."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from miles_plugin import cli
+from miles_plugin.arguments import TrainConfig
+
+
+@pytest.fixture(autouse=True)
+def keep_signal_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("miles_plugin.interrupt.install", lambda: None)
+
+
+def output(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    """Exit status, standard output and standard error of one command."""
+    try:
+        status = cli.main(argv)
+    except SystemExit as exit_:
+        status = int(exit_.code or 0)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_help_names_every_command_and_each_has_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    status, text, _ = output(["--help"], capsys)
+    assert status == 0
+    for name, command in cli.COMMANDS.items():
+        assert name in text
+        assert command.summary in " ".join(text.split())
+        status, own, _ = output([name, "--help"], capsys)
+        assert status == 0
+        assert f"usage: miles-mooncake {name}" in own
+        for action in command.parser()._actions:
+            assert action.help, f"{name} {action.dest} says nothing"
+            if action.option_strings and action.dest not in ("help", "config"):
+                assert "(default: " in action.help or "default" in action.help, action.dest
+
+
+@pytest.mark.parametrize("argv", [[], ["trian"], ["completion", "fishy"], ["report"]])
+def test_wrong_use_is_status_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, error = output(argv, capsys)
+    assert status == 2
+    assert not out
+    assert "usage" in error
+
+
+def test_a_report_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, error = output(["report", str(tmp_path)], capsys)
+    assert status == 2
+    assert str(tmp_path) in error
+    assert len(error.splitlines()) == 1
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    status, text, _ = output(["--version"], capsys)
+    assert status == 0
+    assert text.startswith("miles-mooncake ")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["tr"], {"train"}),
+        (["train", "--num-ro"], {"--num-rollout"}),
+        (["train", "--object-store-backend", ""], {"ray", "mooncake"}),
+        (["train", "--reward-control", "s"], {"shuffled"}),
+        (["completion", "ba"], {"bash"}),
+    ],
+)
+def test_bash_completes(
+    words: list[str], expected: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, script, _ = output(["completion", "bash"], capsys)
+    (tmp_path / "completion.sh").write_text(script)
+    line = " ".join(f"'{word}'" for word in ["miles-mooncake", *words])
+    done = subprocess.run(
+        ["bash", "-c", f"source completion.sh; COMP_WORDS=({line}); COMP_CWORD={len(words)}; "
+         "$(complete -p miles-mooncake | sed 's/.*-F \\([^ ]*\\).*/\\1/'); printf '%s\\n' \"${COMPREPLY[@]}\""],
+        cwd=tmp_path, capture_output=True, text=True, timeout=30, check=True,
+    )  # fmt: skip
+    assert set(done.stdout.split()) == expected, done.stderr
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_every_shell_gets_every_flag(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, script, _ = output(["completion", shell], capsys)
+    assert status == 0
+    missing = [name for name in TrainConfig.model_fields if name.replace("_", "-") not in script]
+    assert not missing

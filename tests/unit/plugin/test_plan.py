@@ -1,0 +1,79 @@
+"""The plan of a dry run: what would be started, where, and what the store's settings came from."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="the extra `train` is not installed")
+
+from miles_plugin import plan, preflight
+from miles_plugin.arguments_sources import load_config
+from miles_plugin.plan import PlannedProcess
+
+MOONCAKE = ["--object-store-backend", "mooncake"]
+TCP = [*MOONCAKE, "--mooncake-store-init-kwargs", '{"protocol": "tcp", "global_segment_size": "64mb"}']
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "_visible_gpus", lambda: [])
+    for name in ("MOONCAKE_MASTER", "MOONCAKE_MASTER_ADDR", "MOONCAKE_PROTOCOL"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def planned(*argv: str) -> dict[tuple[str, str], PlannedProcess]:
+    config = load_config(argv)
+    return {(item.node, item.process): item for item in plan.processes(config, preflight.check(config))}
+
+
+def test_every_part_is_counted_on_its_node() -> None:
+    found = planned(*TCP, "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "4", "--rollout-num-gpus", "3")
+    counts = {key: item.count for key, item in found.items()}
+    assert counts == {
+        ("driver", "miles-mooncake train"): 1,
+        ("driver", "mooncake_master"): 1,
+        ("rollout_node", "Ray head"): 1,
+        ("rollout_node", "rollout manager"): 1,
+        ("rollout_node", "SGLang engine"): 3,
+        ("trainer_node_0", "Ray node"): 1,
+        ("trainer_node_0", "trainer rank"): 4,
+        ("trainer_node_0", "Mooncake segment (in local rank 0)"): 1,
+        ("trainer_node_1", "Ray node"): 1,
+        ("trainer_node_1", "trainer rank"): 4,
+        ("trainer_node_1", "Mooncake segment (in local rank 0)"): 1,
+    }
+    assert found["trainer_node_1", "Mooncake segment (in local rank 0)"].memory == 64 * 1024**2
+    one = planned(*TCP)
+    assert found["rollout_node", "SGLang engine"].memory == 3 * one["rollout_node", "SGLang engine"].memory
+
+
+def test_the_ray_backend_needs_neither_master_nor_segment() -> None:
+    assert not [process for _, process in planned() if "ooncake" in process.replace("miles-mooncake", "")]
+
+
+def test_a_larger_checkpoint_needs_more_memory(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(2 * 1024**3)  # sparse
+    large, tiny = planned("--hf-checkpoint", str(tmp_path)), planned()
+    for key, factor in {("rollout_node", "SGLang engine"): 1, ("trainer_node_0", "trainer rank"): 8}.items():
+        assert large[key].memory - tiny[key].memory == pytest.approx(factor * 2 * 1024**3, rel=0.01)
+
+
+def test_settings_come_with_their_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONCAKE_LOCAL_BUFFER_SIZE", "32mb")
+    config = load_config([*TCP, "--log-format", "json"])
+    record = json.loads(plan.describe(config, preflight.check(config)))
+    assert record["event"] == "plan"
+    settings = record["object_store_settings"]
+    assert settings["protocol"] == {"value": "tcp", "source": "init_kwargs"}
+    assert settings["local_buffer_size"] == {
+        "value": 32 * 1024**2, "source": "environment variable MOONCAKE_LOCAL_BUFFER_SIZE"
+    }  # fmt: skip
+    assert settings["metadata_server"]["source"] == "default"
+    assert settings["master_server_address"]["source"] == "started by the job"
+    text = plan.describe(config.model_copy(update={"log_format": "text"}), preflight.check(config))
+    for words in ("nothing was started", "MOONCAKE_LOCAL_BUFFER_SIZE", "rollout manager", "MemTotal", "trainer_node_0"):
+        assert words in text
+    assert max(map(len, text.splitlines())) <= 120
