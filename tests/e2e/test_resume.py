@@ -1,14 +1,15 @@
 """A job that was stopped goes on: the same items, versions that only rise, the curve in the same band."""
 
+import json
 import random
-import signal
 import time
 from pathlib import Path
 from typing import Any
 
+import pexpect
 import pytest
 
-from tests.e2e.jobs import SMALL, Marked, await_output, read_report, run, running, steps_of
+from tests.e2e.jobs import COMMAND, SMALL, Marked, await_output, read_report, run, running, steps_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.e2e]
 # Learns: from the warm-started checkpoint, as in the demo.
@@ -29,16 +30,31 @@ def test_an_interrupted_job_goes_on_where_it_saved(checkpoint: Path, tmp_path: P
         *SMALL, "--hf-checkpoint", str(checkpoint), "--save", str(saved), "--load", str(saved), "--save-interval", "2"
     ]  # fmt: skip
     first = [*arguments, "--num-rollout", "100000", "--report", str(tmp_path / "first")]
-    with running(first, marked, output) as job:
-        await_output(job, output, "rollout   2")
-        job.send_signal(signal.SIGINT)
-        assert job.wait(timeout=60) == 130
-        assert not marked.processes(), "one Ctrl-C ends every process before the command returns"
-    assert "Traceback" not in output.read_text()
+    # On a terminal: with the live display, and Ctrl-C as the terminal sends it, to the whole foreground group.
+    with output.open("wb") as log:
+        terminal = pexpect.spawn(
+            COMMAND[0], [*COMMAND[1:], *first], env=marked.environment, logfile=log, dimensions=(40, 120), timeout=240
+        )
+        terminal.expect(r"saved \S+iter_0000002")
+        terminal.sendintr()
+        terminal.expect(pexpect.EOF, timeout=60)
+        terminal.close()
+    assert terminal.exitstatus == 130
+    assert not marked.processes(), "one Ctrl-C ends every process before the command returns"
+    shown = output.read_text()
+    assert "Traceback" not in shown
+    assert "held-out" in shown
+    assert shown.rstrip().endswith("interrupted; everything it started has been stopped")
+    assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l") >= 0, "the cursor is shown again"
+
     before = read_report(tmp_path / "first")
     number = int((saved / "latest_checkpointed_iteration.txt").read_text())
-    done = run([*arguments, "--num-rollout", str(number + 2), "--report", str(tmp_path / "second")], marked)
+    second = [*arguments, "--num-rollout", str(number + 2), "--report", str(tmp_path / "second")]
+    done = run([*second, "--log-format", "json"], marked)
     assert done.returncode == 0, done.stderr
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [event["rollout_id"] for event in events if event["event"] == "step_finished"] == [number, number + 1]
+    assert [event["event"] for event in events[:: len(events) - 1]] == ["run_started", "run_finished"]
     after = read_report(tmp_path / "second")
     assert after["resumed_at"] == [{"run_id": before["run_id"], "arm": "real", "rollout_id": number}]
     assert [step["rollout_id"] for step in steps_of(after)] == list(range(number + 2))

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from miles_plugin.arguments_sources import load_config
+from miles_plugin.training.tiny_policy import build_model, build_tokenizer, save_checkpoint
 from tests.e2e.jobs import SMALL, Marked, read_report, run, steps_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.e2e]
@@ -59,6 +60,23 @@ def test_a_short_job_ends_with_a_complete_report(
     names = {"mooncake_master", "rollout-manager", "sglang-0", "trainer-0", "trainer-1"}
     logs = {log.stem for log in (tmp_path / "run" / "logs").iterdir()}
     assert logs == (names if backend == "mooncake" else names - {"mooncake_master"})
+
+
+@pytest.mark.slow
+def test_the_engine_s_experts_travel_with_the_batch(tmp_path: Path, marked: Marked) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    save_checkpoint(build_model(32, 2, seed=0, num_experts=4), build_tokenizer(), checkpoint)
+    arguments = [
+        *SMALL, "--num-rollout", "2", "--hf-checkpoint", str(checkpoint), "--report", str(tmp_path / "run"),
+        "--return-routed-experts", "--custom-rm-path", "tests.e2e.reward.one_expert_pair_per_token_and_layer",
+    ]  # fmt: skip
+    done = run(arguments, marked)
+    assert done.returncode == 0, done.stderr
+    steps = steps_of(read_report(tmp_path / "run"))
+    assert [step["reward"] for step in steps] == [1.0, 1.0], "the reward function saw them on every sample"
+    assert all(shard["put_digest"] == shard["got_digest"] for step in steps for shard in step["shards"])
+    # int32 for two experts in each of two layers for each token but a sample's last: more than all else together.
+    assert all(step["nbytes"]["put"] > 16 * 32 * 10 for step in steps)
 
 
 def test_a_report_is_never_overwritten(tmp_path: Path, marked: Marked) -> None:
