@@ -17,7 +17,14 @@ from mooncake_store.config import parse_size
 
 ENV_PREFIX = "MILES_MOONCAKE_"
 
-Location = Annotated[Path, AfterValidator(Path.expanduser)]
+
+def _not_empty(path: Any) -> Any:
+    if path == "":
+        raise ValueError("the path is empty, perhaps an unset variable of the shell")
+    return path
+
+
+Location = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(Path.expanduser)]
 Bytes = Annotated[int, BeforeValidator(parse_size)]
 
 
@@ -222,7 +229,12 @@ class TrainConfig(
     """The resolved settings of one job, flat like miles's own `args`."""
 
     model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX, extra="forbid", frozen=True, cli_kebab_case=True, cli_implicit_flags=True
+        env_prefix=ENV_PREFIX,
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
     )
 
     def to_yaml(self) -> str:

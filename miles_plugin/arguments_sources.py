@@ -15,8 +15,10 @@ from pydantic import ValidationError
 from pydantic_settings import BaseSettings, CliSettingsSource, InitSettingsSource, PydanticBaseSettingsSource
 
 from miles_plugin.arguments import ENV_PREFIX, GROUPS, TrainConfig
+from mooncake_store.config import VARIABLES
 from mooncake_store.errors import ConfigError
 
+_STORE = "mooncake_store_init_kwargs"
 # How --help shows the type of a flag's value.
 _METAVARS = {"dict[str,Any]": "JSON", "{Path,null}": "PATH", "Path": "PATH", "{str,null}": "NAME", "str": "NAME",
              "int": "N", "float": "X"}  # fmt: skip
@@ -134,7 +136,22 @@ def _merge(cli: PydanticBaseSettingsSource, from_yaml: dict[str, Any], yaml_name
         resolved = Resolved()
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(item, sources) for item in error.errors())) from None
-    return TrainConfig.model_construct(**dict(resolved))
+    values = dict(resolved)
+    values[_STORE] = _environment_over_file(values[_STORE], sources, yaml_name)
+    return TrainConfig.model_construct(**values)
+
+
+def _environment_over_file(
+    kwargs: dict[str, Any], sources: dict[str, PydanticBaseSettingsSource], yaml_name: str
+) -> dict[str, Any]:
+    """Leave out what only the file says of the store and a MOONCAKE_... variable says too: the environment comes first.
+
+    The variable is not copied into the settings, since each node may have its own.
+    """
+    given = {label: set(source().get(_STORE) or {}) for label, source in sources.items()}
+    only_in_file = given.pop(yaml_name).difference(*given.values())
+    overridden = {name for name in only_in_file if os.environ.get(VARIABLES.get(name, ""), "").strip()}
+    return {name: value for name, value in kwargs.items() if name not in overridden}
 
 
 def _explain(error: Any, sources: dict[str, PydanticBaseSettingsSource]) -> str:

@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -28,11 +29,14 @@ from mooncake_store.errors import ConfigError
 FORMAT = 1
 LATEST = "latest_checkpointed_iteration.txt"
 VERSIONS_LOG = "versions.log"
-_JOB, _REPORT = "job.json", "report.json"
+_JOB, _REPORT, _LOCK = "job.json", "report.json", "lock"
+_NAME = re.compile(r"iter_\d{7}")
+# Of a model's config.json what says nothing about its shape.
+_NOT_SHAPE = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"}
 # What decides the items, their order and the model: a run that changed these would not go on, it would be another run.
 _SHARED_SETTINGS = (
     *(name for name in PolicyArguments.model_fields if name.startswith("tiny_")),
-    *DataArguments.model_fields, *TaskArguments.model_fields, "seed",
+    *DataArguments.model_fields, *TaskArguments.model_fields, "seed", "hf_checkpoint",
 )  # fmt: skip
 
 
@@ -41,23 +45,29 @@ class Progress:
     """How far a job has come.
 
     arm: of the report, "real" or "shuffled". rollouts_done: in this arm. manager: what RolloutManager.state() said.
-    version: the newest policy version allocated.
+    version: the newest policy version allocated. policy: the Hugging Face directory that the job started from.
     """
 
     arm: str
     rollouts_done: int
     manager: dict[str, Any]
     version: int
+    policy: str
 
 
 @dataclass(frozen=True)
 class Resume:
-    """A checkpoint to go on from. directory: holds the trainers' state. settings: of the job that saved it."""
+    """A checkpoint to go on from.
+
+    directory: holds the trainers' state. settings: of the job that saved it, those that a resume must share. model: the
+    shape of its policy, from config.json.
+    """
 
     directory: Path
     progress: Progress
     settings: Mapping[str, Any]
     report: Mapping[str, Any]
+    model: Mapping[str, Any]
 
     def is_in(self, directory: Path) -> bool:
         """Whether this is a checkpoint of `directory`."""
@@ -91,8 +101,11 @@ def find(config: TrainConfig) -> Resume | None:
                 return None
             raise ConfigError(f"load={directory}: no {LATEST} there; give the directory that --save filled")
         directory = directory / name_of(_latest_number(directory))
+    if not _NAME.fullmatch(directory.resolve().name):
+        raise ConfigError(f"load={directory}: a checkpoint's directory is named iter_ and seven digits; rename it back")
     resume = _read(directory)
     _check_settings(resume, config)
+    _check_model(resume, config)
     return resume
 
 
@@ -106,9 +119,17 @@ def check_save(config: TrainConfig) -> None:
             f"save={config.save} holds the checkpoints of another run; resume it with --load {config.save}, or name "
             "another directory"
         )
-    there = next(path for path in (config.save.absolute(), *config.save.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ConfigError(f"save={config.save}: {there} is no directory that can be written; name another")
+    check_writable("save", config.save)
+    if (config.save / _LOCK).exists():
+        with _locked(config.save):
+            pass
+
+
+def check_writable(setting: str, directory: Path) -> None:
+    """Raise ConfigError unless `directory` can be made, or is there and can be written."""
+    there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"{setting}={directory}: {there} is no directory that can be written; name another")
 
 
 @contextlib.contextmanager
@@ -121,8 +142,20 @@ def claim(save: Path | None) -> Iterator[None]:
     if save is None:
         yield
         return
-    save.mkdir(parents=True, exist_ok=True)
-    with (save / "lock").open("w") as lock:
+    try:
+        save.mkdir(parents=True, exist_ok=True)
+        (save / _LOCK).touch()
+    except OSError as error:
+        raise ConfigError(f"save={save}: {error}; name a directory that can be made and written") from error
+    with _locked(save):
+        for left in save.glob("iter_*.partial"):  # of a job that ended while it saved
+            shutil.rmtree(left, ignore_errors=True)
+        yield
+
+
+@contextlib.contextmanager
+def _locked(save: Path) -> Iterator[None]:
+    with (save / _LOCK).open("r+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -148,7 +181,8 @@ def commit(partial: Path, progress: Progress, config: TrainConfig, report: Mappi
     final = partial.with_suffix("")
     settings = {name: config.model_dump(mode="json")[name] for name in _SHARED_SETTINGS}
     _write(partial / _REPORT, json.dumps(finite(report), allow_nan=False))
-    _write(partial / _JOB, json.dumps({"format": FORMAT, "settings": settings, "progress": asdict(progress)}, indent=1))
+    job = {"format": FORMAT, "settings": settings, "progress": asdict(progress), "model": _shape(Path(progress.policy))}
+    _write(partial / _JOB, json.dumps(job, indent=1))
     _sync_directory(partial)
     if final.exists():  # of a run before it was rewound
         shutil.rmtree(final)
@@ -181,7 +215,7 @@ def _read(directory: Path) -> Resume:
         report = json.loads((directory / _REPORT).read_text())
         if record["format"] != FORMAT:
             raise ConfigError(f"load={directory}: format {record['format']}, this package reads format {FORMAT}")
-        return Resume(directory, Progress(**record["progress"]), record["settings"], report)
+        return Resume(directory, Progress(**record["progress"]), record["settings"], report, record["model"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -190,13 +224,38 @@ def _read(directory: Path) -> Resume:
 
 def _check_settings(resume: Resume, config: TrainConfig) -> None:
     now = config.model_dump(mode="json")
-    changed = [name for name, value in resume.settings.items() if name in now and now[name] != value]
+    compared = [name for name in resume.settings if name in now and name != "hf_checkpoint"]  # which may have moved
+    changed = [name for name in compared if now[name] != resume.settings[name]]
     if changed:
         name = changed[0]
         raise ConfigError(
             f"load={resume.directory} was saved by a job with {name}={resume.settings[name]!r}, this one has "
             f"{name}={now[name]!r}; a resumed job shares its model, data and seed: set it back, or start anew"
         )
+
+
+def _check_model(resume: Resume, config: TrainConfig) -> None:
+    """A policy of another shape would fail to load, or load in part; a tiny one's shape is among the settings."""
+    saved = resume.settings["hf_checkpoint"]
+    if config.hf_checkpoint is None:
+        if saved is not None:
+            raise ConfigError(
+                f"load={resume.directory} was saved by a job with hf_checkpoint={saved}; name it here too"
+            )
+        return
+    now = _shape(config.hf_checkpoint)
+    changed = [name for name in sorted({*now, *resume.model}) if now.get(name) != resume.model.get(name)]
+    if changed:
+        name = changed[0]
+        raise ConfigError(
+            f"load={resume.directory} was saved with a policy of {name}={resume.model.get(name)!r}, hf_checkpoint="
+            f"{config.hf_checkpoint} has {name}={now.get(name)!r}; name the checkpoint that the saved job started from"
+        )
+
+
+def _shape(policy: Path) -> dict[str, Any]:
+    described: dict[str, Any] = json.loads((policy / "config.json").read_text())
+    return {name: value for name, value in described.items() if name not in _NOT_SHAPE}
 
 
 def _write(path: Path, text: str) -> None:

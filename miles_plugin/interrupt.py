@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 _received = 0
@@ -23,6 +24,42 @@ def _handle(_signal: int, _frame: Any) -> None:
         raise KeyboardInterrupt
     kill_descendants()
     os._exit(130)
+
+
+class Descendants:
+    """Processes that this one has started, directly or not, since the object was made."""
+
+    def __init__(self) -> None:
+        import psutil
+
+        self._me = psutil.Process()
+        self._before = set(self._me.children(recursive=True))
+        self._noted: set[psutil.Process] = set()
+
+    def note(self) -> None:
+        """Remember those of this moment, to find them again when they have lost their parent."""
+        self._noted |= set(self._me.children(recursive=True)) - self._before
+
+    def end(self, patience: float) -> None:
+        """Wait `patience` seconds for all that were noted to end, then SIGKILL the others."""
+        import psutil
+
+        self.note()
+        _, left = psutil.wait_procs(self._noted, timeout=patience)
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, timeout=patience)
+
+
+@contextlib.contextmanager
+def no_descendant_left(patience: float = 2.0) -> Iterator[Descendants]:
+    """End at exit what the block has started and not ended itself, e.g. a Ray actor that does not listen."""
+    descendants = Descendants()
+    try:
+        yield descendants
+    finally:
+        descendants.end(patience)
 
 
 def kill_descendants() -> None:

@@ -3,14 +3,16 @@
 import contextlib
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from miles_plugin import checkpoint
 from miles_plugin.arguments import TrainConfig
 from miles_plugin.checkpoint import Progress
 from miles_plugin.parts import PartFailed, Parts, start_parts
-from miles_plugin.preflight import Plan, check
+from miles_plugin.plan import Plan
+from miles_plugin.preflight import check, check_report
 from miles_plugin.report.machine import describe_machine
 from miles_plugin.report.observer import Observer
 from miles_plugin.report.observers import open_observers
@@ -33,8 +35,7 @@ def train(config: TrainConfig) -> Path:
     """
     plan = check(config)
     with checkpoint.claim(config.save):
-        if plan.resume is not None and config.save is not None and plan.resume.is_in(config.save):
-            checkpoint.rewind(plan.resume)
+        plan = replace(plan, resume=checkpoint.find(config))  # another job may have saved there until the claim
         run_id = config.run_id or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         directory = _report_directory(config, run_id)
         (directory / "config.yaml").write_text(config.to_yaml())
@@ -71,8 +72,8 @@ def _run(config: TrainConfig, plan: Plan, report: Report, directory: Path, obser
     started = time.monotonic() - report.seconds_total
     resume = plan.resume
 
-    def start_from() -> Path:
-        return _checkpoint(config, observer)
+    def start_from(each_step: Callable[[], None]) -> Path:
+        return _checkpoint(config, observer, each_step)
 
     with start_parts(config, plan, report.run_id, directory, start_from, observer.message) as (parts, path):
         report.checkpoint = str(path)
@@ -105,6 +106,8 @@ def _begin_arm(
     parts.each("update_weights", parts.manager)
     if resume is not None:
         arm = report.arms[reward]
+        if config.save is not None and resume.is_in(config.save):
+            checkpoint.rewind(resume)
         observer.message(f"{reward} reward: resumed after {len(arm.steps)} rollouts from {resume.directory}")
     else:
         arm = report.arms[reward] = Arm(reward, parts.managed("evaluate"))
@@ -138,7 +141,9 @@ def _step(config: TrainConfig, parts: Parts, rollout_id: int, observer: Observer
     accuracy = None
     if (rollout_id + 1) % config.eval_interval == 0 or is_last:
         observer.phase_started("evaluate")
+        evaluation_started = time.perf_counter()
         accuracy = parts.managed("evaluate")
+        seconds["evaluate"] = time.perf_counter() - evaluation_started
     return Step(
         rollout_id=rollout_id,
         reward=rollout.reward,
@@ -162,11 +167,13 @@ def _save_if_due(config: TrainConfig, parts: Parts, report: Report, arm: Arm, ob
     if config.save is None or (done % config.save_interval and done != config.num_rollout):
         return
     observer.phase_started("save")
+    started = time.perf_counter()
     number = sum(len(each.steps) for each in report.arms.values())
     partial = checkpoint.begin(config.save, number)
     parts.each("save", partial)
-    progress = Progress(arm.reward, done, parts.managed("state"), parts.managed("newest_version"))
+    progress = Progress(arm.reward, done, parts.managed("state"), parts.managed("newest_version"), report.checkpoint)
     final = checkpoint.commit(partial, progress, config, report.to_dict())
+    arm.steps[-1].seconds["save"] = time.perf_counter() - started
     observer.message(f"saved {final}")
 
 
@@ -177,12 +184,12 @@ def check_digests(shards: list[ShardRecord]) -> None:
             raise IntegrityError(f"{shard.key}: put {shard.put_digest}, rank {shard.rank} got {shard.got_digest}")
 
 
-def _checkpoint(config: TrainConfig, observer: Observer) -> Path:
+def _checkpoint(config: TrainConfig, observer: Observer, each_step: Callable[[], None]) -> Path:
     if config.hf_checkpoint is not None:
         return config.hf_checkpoint.resolve()
     from miles_plugin.training.warm_start import warm_started_checkpoint
 
-    return warm_started_checkpoint(config, observer.message)
+    return warm_started_checkpoint(config, observer.message, each_step)
 
 
 def _new_report(config: TrainConfig, run_id: str, resume: checkpoint.Resume | None) -> Report:
@@ -196,9 +203,8 @@ def _new_report(config: TrainConfig, run_id: str, resume: checkpoint.Resume | No
 
 
 def _report_directory(config: TrainConfig, run_id: str) -> Path:
+    check_report(config)
     directory = (config.report or Path("runs") / run_id).resolve()
-    if (directory / "report.json").exists():
-        raise ConfigError(f"report={directory} holds the report of another run; name another directory or remove it")
     try:
         (directory / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -14,7 +14,8 @@ from typing import Any
 from miles_plugin.arguments import TrainConfig
 from miles_plugin.cluster import LOOPBACK, ROLLOUT_NODE, LocalCluster, local_cluster, trainer_node
 from miles_plugin.engines.sglang import EngineError
-from miles_plugin.preflight import Plan
+from miles_plugin.interrupt import no_descendant_left
+from miles_plugin.plan import Plan
 from mooncake_store.errors import ConfigError
 from mooncake_store.master import MasterProcess
 from mooncake_store.process import tail
@@ -24,7 +25,7 @@ _CONTROL = "control"
 # Seconds between looks at the parts while the job waits for one of them.
 _CHECK_SECONDS = 1.0
 # Seconds that the engines get to end, and that a dying engine gets to be seen dead.
-_ABANDON_SECONDS = 8.0
+_ABANDON_SECONDS = 5.0
 _DYING_SECONDS = 5.0
 
 
@@ -41,15 +42,34 @@ class Part:
     log: Path
 
 
+class Watch:
+    """Looks after the processes that nobody may be waiting for: the master and Ray's own."""
+
+    def __init__(self, master: MasterProcess | None, cluster: LocalCluster) -> None:
+        self._master, self._cluster = master, cluster
+        self._checked_at = time.monotonic()
+
+    def check(self) -> None:
+        """Raise PartFailed for one that has ended."""
+        self._checked_at = time.monotonic()
+        try:
+            if self._master is not None:
+                self._master.check()
+            self._cluster.check()
+        except Exception as error:
+            raise PartFailed(str(error)) from error
+
+    def check_if_due(self) -> None:
+        """`check`, once a second at most."""
+        if time.monotonic() > self._checked_at + _CHECK_SECONDS:
+            self.check()
+
+
 class Parts:
     """Everything a job has started. Calls wait for their results and look after all parts meanwhile."""
 
-    def __init__(
-        self, master: MasterProcess | None, cluster: LocalCluster, manager: Part, trainers: list[Part]
-    ) -> None:
-        self._master, self._cluster = master, cluster
-        self._manager, self._trainers = manager, trainers
-        self._checked_at = time.monotonic()
+    def __init__(self, watch: Watch, manager: Part, trainers: list[Part]) -> None:
+        self._watch, self._manager, self._trainers = watch, manager, trainers
 
     @property
     def manager(self) -> Any:
@@ -95,8 +115,7 @@ class Parts:
         while pending:
             ready, _ = ray.wait(list(pending), timeout=_CHECK_SECONDS)
             # Also when calls are answered: actors go on for a while without their raylet (ray 2.60).
-            if time.monotonic() > self._checked_at + _CHECK_SECONDS:
-                self._check_processes()
+            self._watch.check_if_due()
             for reference in ready:
                 part = pending.pop(reference)
                 try:
@@ -125,22 +144,12 @@ class Parts:
     def _control(self, method: str, *arguments: Any) -> Any:
         return getattr(self.manager, method).options(concurrency_group=_CONTROL).remote(*arguments)
 
-    def _check_processes(self) -> None:
-        """Raise for a master or a process of Ray's that has ended; whoever waits for it may never hear of it."""
-        self._checked_at = time.monotonic()
-        try:
-            if self._master is not None:
-                self._master.check()
-            self._cluster.check()
-        except Exception as error:
-            raise PartFailed(str(error)) from error
-
     def _explain(self, part: Part, error: Exception) -> None:
         """Raise what was behind `error`: the first part that is dead, else what this one raised."""
         import ray
 
         cause = getattr(error, "cause", None) or error  # Ray wraps what a part raised
-        self._check_processes()
+        self._watch.check()
         self._check_engines(_DYING_SECONDS if isinstance(cause, EngineError) else 0.0)
         if isinstance(error, ray.exceptions.RayActorError):
             raise self._ended(part) from error
@@ -158,7 +167,8 @@ class Parts:
             except ray.exceptions.RayActorError as error:  # the engines ended with their manager
                 raise self._ended(self._manager) from error
             except ray.exceptions.RayTaskError as error:
-                raise PartFailed(str(getattr(error, "cause", None) or error)) from error
+                if isinstance(error.cause, EngineError):
+                    raise PartFailed(str(error.cause)) from error
 
     @staticmethod
     def _ended(part: Part) -> PartFailed:
@@ -171,34 +181,37 @@ def start_parts(
     plan: Plan,
     run_id: str,
     directory: Path,
-    checkpoint: Callable[[], Path],
+    checkpoint: Callable[[Callable[[], None]], Path],
     say: Callable[[str], None],
 ) -> Iterator[tuple[Parts, Path]]:
     """Start the parts of a job; at exit, end them in the opposite order.
 
     Args:
         checkpoint: makes or finds the Hugging Face directory that the engines serve and the trainers start from;
-            called when the cluster is up, since it may take minutes.
+            called when the cluster is up, since it may take minutes, with what it must call now and then meanwhile.
         say: told what has come up.
 
     Raises:
         PartFailed, ConfigError, StoreUnavailable.
     """
     with contextlib.ExitStack() as stack:
+        descendants = stack.enter_context(no_descendant_left())
         master = None
         if plan.own_master:
             master = stack.enter_context(MasterProcess(log=directory / "logs" / "mooncake_master.log"))
             say(f"mooncake_master at {master.address}")
         cluster = stack.enter_context(local_cluster(plan.rollout_node, plan.trainer_nodes))
         say(f"Ray: a rollout node and {len(plan.trainer_nodes)} trainer node{'s'[: len(plan.trainer_nodes) > 1]}")
-        start_from = checkpoint()
+        watch = Watch(master, cluster)
+        start_from = checkpoint(watch.check_if_due)
         say("starting the trainers and SGLang, which takes about half a minute")
-        parts = Parts(master, cluster, _manager(plan, directory), _trainers(config, plan, run_id, directory))
+        parts = Parts(watch, _manager(plan, directory), _trainers(config, plan, run_id, directory))
         try:
             _connect(parts, master.address if master else None, config, plan, run_id, directory, start_from, say)
             yield parts, start_from
             parts.close()
         finally:
+            descendants.note()  # once its parent is gone, a process is no descendant any more
             parts.abandon()
 
 

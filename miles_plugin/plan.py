@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from miles_plugin.arguments import TrainConfig
-from miles_plugin.cluster import LOOPBACK, OBJECT_STORE_BYTES, ROLLOUT_NODE, trainer_node
-from miles_plugin.preflight import PENDING_MASTER, Plan
-from mooncake_store.config import resolve
+from miles_plugin.checkpoint import Resume
+from miles_plugin.cluster import LOOPBACK, OBJECT_STORE_BYTES, ROLLOUT_NODE, NodeSpec, trainer_node
+from mooncake_store.config import MooncakeConfig, resolve
+from mooncake_store.errors import ConfigError
 from mooncake_store.memory import memory_limit
 
 _MB = 1024**2
@@ -24,6 +25,22 @@ _DRIVER, _MASTER, _HEAD, _NODE, _MANAGER, _RANK, _ENGINE = 600, 50, 450, 150, 45
 # float32 weights, gradients and two moments, for each byte of a bfloat16 checkpoint.
 _TRAINED_PER_CHECKPOINT_BYTE = 8
 _TINY_CHECKPOINT_BYTES = 2 * _MB
+# Stands for the address of a master that the job will start, while the other settings are resolved.
+PENDING_MASTER = "127.0.0.1:1"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a job will start, as `preflight.check` found it possible.
+
+    own_master: the job starts a mooncake_master. resume: the checkpoint it goes on from. The nodes' GPUs are empty on
+    a machine without any.
+    """
+
+    own_master: bool
+    rollout_node: NodeSpec
+    trainer_nodes: list[NodeSpec]
+    resume: Resume | None
 
 
 @dataclass(frozen=True)
@@ -42,7 +59,8 @@ class PlannedProcess:
 
 def processes(config: TrainConfig, plan: Plan) -> list[PlannedProcess]:
     """Everything the job would start, the driver included."""
-    weights = _checkpoint_bytes(config.hf_checkpoint)
+    # On GPUs the weights, gradients and moments are in the GPUs' own memory.
+    weights = 0 if plan.rollout_node.gpus else _checkpoint_bytes(config.hf_checkpoint)
     segment = 0
     planned = [PlannedProcess("driver", "miles-mooncake train", 1, _DRIVER * _MB, "")]
     if config.object_store_backend == "mooncake":
@@ -66,6 +84,19 @@ def processes(config: TrainConfig, plan: Plan) -> list[PlannedProcess]:
         if segment:
             planned.append(PlannedProcess(node, "Mooncake segment (in local rank 0)", 1, segment, ""))
     return planned
+
+
+def check_memory(config: TrainConfig, plan: Plan) -> None:
+    """Raise ConfigError when the job as a whole needs more memory than this machine or its cgroup has."""
+    planned, limit = processes(config, plan), memory_limit()
+    total = sum(item.memory for item in planned)
+    if total > limit.nbytes:
+        largest = max(planned, key=lambda item: item.memory)
+        raise ConfigError(
+            f"the job needs about {_gb(total)} of memory, allowed: {_gb(limit.nbytes)} ({limit.source}); most of it, "
+            f"{_gb(largest.memory)}, is for {largest.count} x {largest.process}: lower rollout_num_gpus, "
+            "actor_num_nodes, actor_num_gpus_per_node or global_segment_size"
+        )
 
 
 def describe(config: TrainConfig, plan: Plan) -> str:
@@ -99,7 +130,7 @@ def _facts(config: TrainConfig, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _store(config: TrainConfig, plan: Plan) -> Any:
+def _store(config: TrainConfig, plan: Plan) -> MooncakeConfig:
     pending = {"master_server_address": PENDING_MASTER} if plan.own_master else {}
     return resolve({**config.mooncake_store_init_kwargs, **pending}, os.environ)
 

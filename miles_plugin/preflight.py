@@ -1,14 +1,15 @@
 """What is checked before the job starts anything: settings against each other, the machine, and the master."""
 
 import os
-from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
 from miles_plugin.arguments import TrainConfig
-from miles_plugin.checkpoint import Resume, check_save, find
+from miles_plugin.checkpoint import check_save, check_writable, find
 from miles_plugin.cluster import NodeSpec
 from miles_plugin.engines.routed_experts import check_routed_experts
 from miles_plugin.object_store import open_rollout_store
+from miles_plugin.plan import PENDING_MASTER, Plan, check_memory
 from miles_plugin.report.observers import check_tracking
 from miles_plugin.rollout.check import check_data
 from mooncake_store.client import load_mooncake
@@ -17,23 +18,6 @@ from mooncake_store.errors import ConfigError
 from mooncake_store.master import find_master
 from mooncake_store.memory import memory_limit
 
-# Stands for the address of a master that the job will start, while the other settings are checked.
-PENDING_MASTER = "127.0.0.1:1"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a job will start.
-
-    own_master: the job starts a mooncake_master. resume: the checkpoint it goes on from. The nodes' GPUs are empty on
-    a machine without any.
-    """
-
-    own_master: bool
-    rollout_node: NodeSpec
-    trainer_nodes: list[NodeSpec]
-    resume: Resume | None
-
 
 def check(config: TrainConfig) -> Plan:
     """Raise ConfigError or StoreUnavailable for what cannot work, within seconds; return what will be started."""
@@ -41,6 +25,7 @@ def check(config: TrainConfig) -> Plan:
     _check_sizes(config)
     _check_checkpoint(config)
     check_save(config)
+    check_report(config)
     resume = find(config)
     own_master = _check_store(config)
     _check_packages()
@@ -65,7 +50,17 @@ def check(config: TrainConfig) -> Plan:
         NodeSpec(cpus=per_node, gpus=gpus[node * per_node : (node + 1) * per_node])
         for node in range(config.actor_num_nodes)
     ]
-    return Plan(own_master, NodeSpec(cpus=1, gpus=gpus[config.world_size : needed]), trainer_nodes, resume)
+    plan = Plan(own_master, NodeSpec(cpus=1, gpus=gpus[config.world_size : needed]), trainer_nodes, resume)
+    check_memory(config, plan)
+    return plan
+
+
+def check_report(config: TrainConfig) -> None:
+    """Refuse a `--report` directory that holds another run's report, or that cannot be written (ConfigError)."""
+    directory = (config.report or Path("runs") / (config.run_id or "new")).absolute()
+    if (directory / "report.json").exists():
+        raise ConfigError(f"report={directory} holds the report of another run; name another directory or remove it")
+    check_writable("report", directory)
 
 
 def _check_layout(config: TrainConfig) -> None:
@@ -82,7 +77,8 @@ def _check_store(config: TrainConfig) -> bool:
     if config.object_store_backend != "mooncake":
         return False
     kwargs = config.mooncake_store_init_kwargs
-    own_master = not kwargs.get("master_server_address") and not os.environ.get(MASTER_VARIABLE)
+    named = kwargs.get("master_server_address") is not None or os.environ.get(MASTER_VARIABLE, "").strip()
+    own_master = not named
     # Whoever set the variable that nobody reads meant a master; resolving without an address says so.
     pending = own_master and not os.environ.get(MISTAKEN_MASTER_VARIABLE)
     resolved = resolve({**kwargs, "master_server_address": PENDING_MASTER} if pending else kwargs, os.environ)

@@ -8,24 +8,36 @@ back when a trainer is replaced. The log outlives the manager; claims across pro
 import os
 from pathlib import Path
 
+from mooncake_store.errors import ConfigError
+
 
 class VersionAuthority:
     """Allocates and announces policy versions, and appends both to a log that is fsynced before it answers.
 
     Args:
         log: file of lines "allocate 7" and "announce 7"; read back when it exists, so numbers continue upward.
+
+    Raises:
+        ConfigError: the log holds something else.
     """
 
     def __init__(self, log: Path) -> None:
         self._log = log
         self._newest = -1
         self._current: int | None = None
-        if log.exists():
-            for line in log.read_text().splitlines():
-                event, _, number = line.partition(" ")
-                self._newest = max(self._newest, int(number))
-                if event == "announce":
-                    self._current = max(self._current or 0, int(number))
+        written = log.read_text() if log.exists() else ""
+        # A last line without its end was cut off by a crash or a full disk: its call never returned a number.
+        self._complete_bytes = written.rfind("\n") + 1
+        for position, line in enumerate(written[: self._complete_bytes].splitlines(), start=1):
+            event, _, number = line.partition(" ")
+            if event not in ("allocate", "announce") or not number.isdecimal():
+                raise ConfigError(
+                    f"{log}, line {position}: {line!r:.80} is not 'allocate N' or 'announce N'; the file is damaged: "
+                    "restore it, or save to another directory"
+                )
+            self._newest = max(self._newest, int(number))
+            if event == "announce":
+                self._current = max(self._current or 0, int(number))
 
     @property
     def current(self) -> int | None:
@@ -63,7 +75,10 @@ class VersionAuthority:
         self._current = version
 
     def _append(self, event: str, version: int) -> None:
+        line = f"{event} {version}\n"
         with self._log.open("a") as log:
-            log.write(f"{event} {version}\n")
+            log.truncate(self._complete_bytes)
+            log.write(line)
             log.flush()
             os.fsync(log.fileno())
+        self._complete_bytes += len(line)

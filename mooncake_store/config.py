@@ -119,6 +119,8 @@ _FIELDS = {
     "local_buffer_size": _Field("MOONCAKE_LOCAL_BUFFER_SIZE", "32gb"),
     "chunk_bytes": _Field(None, None),
 }
+# The variable that each setting falls back to, for those that have one.
+VARIABLES = {name: field.variable for name, field in _FIELDS.items() if field.variable is not None}
 assert {*_FIELDS, "settings"} == {field.name for field in fields(MooncakeConfig)}
 
 

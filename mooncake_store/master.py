@@ -85,6 +85,8 @@ class MasterProcess:
             # A read that outlives its lease fails even on pinned objects (measured on mooncake 0.3.13.post1).
             "default_kv_lease_ttl": "10m",
             "allow_evict_soft_pinned_objects": "false",
+            # A log whose last lines are statistics says nothing about an end; /metrics has the numbers.
+            "enable_metric_reporting": "false",
             **(options or {}),
         }
         command = [str(executable), *(f"--{name}={value}" for name, value in settings.items())]

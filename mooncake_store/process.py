@@ -55,14 +55,14 @@ class ManagedProcess:
 
 
 def tail(log: Path, lines: int = 15) -> str:
-    """The last lines of a log file, read from its last 64 KiB; a remark in brackets when there is nothing to show."""
+    """The last lines of a log file, each cut to 400 characters; a remark in brackets when there is nothing to show."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - 65536))
             text = file.read().decode(errors="replace")
     except OSError as error:
         return f"({log} cannot be read: {error.strerror})"
-    return "\n".join(text.splitlines()[-lines:]) or "(nothing)"
+    return "\n".join(line[:400] for line in text.splitlines()[-lines:]) or "(nothing)"
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:

@@ -75,7 +75,9 @@ class JsonLines(Observer):
 
     def phase_started(self, phase: str) -> None:
         arm = self._arm
-        rollout_id = _next_rollout(arm) if arm else None
+        rollout_id = None
+        if arm is not None:
+            rollout_id = arm.steps[-1].rollout_id if phase == "save" else _next_rollout(arm)
         self._write("phase_started", arm=arm.reward if arm else None, rollout_id=rollout_id, phase=phase)
 
     def step_finished(self, _report: Report, arm: Arm) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from miles_plugin.arguments import TrainConfig
+from miles_plugin.engines.launch import RunningEngine
 from miles_plugin.logs import redirect_output
 from miles_plugin.rollout.manager import RolloutManager
 
@@ -12,6 +13,7 @@ class RolloutManagerActor(RolloutManager):
 
     def __init__(self, log: Path) -> None:
         redirect_output(log)
+        self._engines: list[RunningEngine] = []  # looked at, and stopped, also when the second step failed
 
     def set_up(self, config: TrainConfig, master: str | None, run_id: str, run_dir: Path) -> None:
         """The constructor of RolloutManager, for all trainer ranks."""

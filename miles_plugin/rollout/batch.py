@@ -47,7 +47,7 @@ def to_columns(samples: Sequence[Sample], round_number: int, global_batch_size: 
         "rollout_mask_sums": [sum(mask) for mask in masks],
         "total_lengths": [len(sample.tokens) for sample in samples],
         "prompt": [sample.prompt for sample in samples],
-        "metadata": [{**sample.metadata, "label": sample.label, "response": sample.response} for sample in samples],
+        "metadata": [{"label": sample.label, "response": sample.response, **sample.metadata} for sample in samples],
         "weight_versions": [sample.weight_versions for sample in samples],
         "multimodal_train_inputs": [None for _ in samples],
         "round_number": round_number,

@@ -18,6 +18,7 @@ import numpy as np
 from miles_plugin.arguments import TrainConfig
 from miles_plugin.rollout.prompts import Item, Prompt
 from mooncake_store.errors import ConfigError, MissingDependency
+from mooncake_store.tree import TreeWriter
 
 Row = Mapping[str, Any]
 
@@ -80,6 +81,11 @@ def _item(config: TrainConfig, origin: str, row: Row, index: int) -> Item:
             f"{origin}: metadata {config.metadata_key!r} is a {type(metadata).__name__}; it must be a mapping: name "
             "another column with metadata_key"
         )
+    for name, value in ((config.input_key, prompt), (config.label_key, label), (config.metadata_key, metadata)):
+        try:
+            TreeWriter().pack(value)
+        except (TypeError, OverflowError) as error:
+            raise ConfigError(f"{origin}: {name!r} cannot travel in a batch: {error}") from None
     return Item(index, prompt, label, metadata, origin)
 
 
@@ -194,6 +200,8 @@ class _JsonLines:
             raise ConfigError(f"{origin}, column {error.colno}: not JSON: {error.msg}") from None
         except UnicodeDecodeError as error:
             raise ConfigError(f"{origin}: not UTF-8: {error}") from None
+        except RecursionError:
+            raise ConfigError(f"{origin}: nested too deep") from None
         if not isinstance(row, dict):
             raise ConfigError(f"{origin}: a {type(row).__name__}; every line must be a JSON object")
         return origin, row

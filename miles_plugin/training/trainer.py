@@ -44,8 +44,20 @@ class Trainer:
         save_state(directory, self.model, self._optimizer, self._scheduler)
 
     def load(self, directory: Path) -> None:
-        """Go on from what `save` wrote: the next steps are bit for bit those that would have followed; collective."""
+        """Go on from what `save` wrote: the next steps are bit for bit those that would have followed; collective.
+
+        What the settings say of the optimizer counts, not what was saved of them.
+        """
         load_state(directory, self.model, self._optimizer, self._scheduler)
+        self._apply_settings()
+
+    def _apply_settings(self) -> None:
+        config = self._config
+        factor = learning_rate_factor(config, self._scheduler.last_epoch)
+        self._scheduler.base_lrs = [config.lr for _ in self._optimizer.param_groups]
+        for group in self._optimizer.param_groups:
+            group["initial_lr"], group["lr"] = config.lr, config.lr * factor
+            group["betas"], group["weight_decay"] = (config.adam_beta1, config.adam_beta2), config.weight_decay
 
     def train(self, batch: Mapping[str, Any]) -> dict[str, float]:
         """Learn from this rank's shard of a rollout batch; collective over all ranks.

@@ -32,11 +32,18 @@ class WarmStartError(RuntimeError):
     """The supervised phase did not reach the accuracy that RL starts from."""
 
 
-def warm_started_checkpoint(config: TrainConfig, report: Callable[[str], None]) -> Path:
+def warm_started_checkpoint(
+    config: TrainConfig, report: Callable[[str], None], each_step: Callable[[], None] = lambda: None
+) -> Path:
     """The checkpoint directory of a warm-started tiny policy: from the cache, or made now.
 
     Training stops at the first check at which the greedy accuracy on validation items (never the held-out ones)
     reaches `warm_start_accuracy`.
+
+    Args:
+        config: the job's settings.
+        report: told how it goes.
+        each_step: called at every step; what it raises ends the training.
 
     Raises:
         WarmStartError: it did not within `warm_start_max_steps`.
@@ -51,7 +58,7 @@ def warm_started_checkpoint(config: TrainConfig, report: Callable[[str], None]) 
         raise ConfigError(f"cache_dir={config.cache_dir}: {error}; name a directory that can be written") from error
     report(f"warm start: supervised until {config.warm_start_accuracy:.0%} of the validation items are right")
     disable_progress_bar()
-    model, summary = _train(config, report)
+    model, summary = _train(config, report, each_step)
     partial = cached.with_name(f"{cached.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     save_checkpoint(model, build_tokenizer(), partial)
@@ -79,7 +86,9 @@ def _cache_key(config: TrainConfig) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def _train(config: TrainConfig, report: Callable[[str], None]) -> tuple[PreTrainedModel, dict[str, float]]:
+def _train(
+    config: TrainConfig, report: Callable[[str], None], each_step: Callable[[], None]
+) -> tuple[PreTrainedModel, dict[str, float]]:
     task = Task(config.task, config.task_kwargs, config.held_out_size, config.seed)
     tokenizer = build_tokenizer()
     model = build_model(config.tiny_hidden_size, config.tiny_num_layers, config.seed, config.tiny_num_experts)
@@ -88,6 +97,7 @@ def _train(config: TrainConfig, report: Callable[[str], None]) -> tuple[PreTrain
     items = task.warm_start()
     started, accuracy = time.monotonic(), 0.0
     for step in range(1, config.warm_start_max_steps + 1):
+        each_step()
         for group in optimizer.param_groups:
             group["lr"] = config.warm_start_lr * min(1.0, step / _WARMUP_STEPS)
         loss = _answer_loss(model, tokenizer, list(islice(items, config.warm_start_batch_size)))

@@ -14,7 +14,7 @@ ray = pytest.importorskip("ray", reason="the extra `train` is not installed")
 from miles_plugin.cluster import ROLLOUT_NODE, LocalCluster, NodeSpec, local_cluster, trainer_node  # noqa: E402
 from miles_plugin.engines.sglang import EngineError  # noqa: E402
 from miles_plugin.logs import redirect_output  # noqa: E402
-from miles_plugin.parts import Part, PartFailed, Parts, devices_differ  # noqa: E402
+from miles_plugin.parts import Part, PartFailed, Parts, Watch, devices_differ  # noqa: E402
 from mooncake_store.errors import ConfigError, StoreFull  # noqa: E402
 
 pytestmark = pytest.mark.integration
@@ -43,6 +43,9 @@ class Actor:
     def lose_engine(self) -> None:
         self._engine_died = True
 
+    def break_check(self) -> None:
+        del self._engine_died  # as in a manager whose set-up failed half way
+
     def check_engines(self, _patience: float) -> None:
         if self._engine_died:
             raise EngineError("SGLang at http://127.0.0.1:1 ended with status 137; its log x ends:\n...")
@@ -65,7 +68,7 @@ def parts(cluster: LocalCluster, tmp_path: Path) -> Parts:
         return Part(name, remote.options(resources={node: 0.1}, num_cpus=0).remote(log), log)
 
     trainers = [part(f"trainer rank {rank}", trainer_node(0)) for rank in range(2)]
-    made = Parts(None, cluster, part("the rollout manager", ROLLOUT_NODE), trainers)
+    made = Parts(Watch(None, cluster), part("the rollout manager", ROLLOUT_NODE), trainers)
     made.each("pid")
     made.managed("pid")
     return made
@@ -78,6 +81,9 @@ def test_results_come_in_rank_order_and_failures_by_their_part(parts: Parts) -> 
         parts.managed("fail", ConfigError("lr=0"))
     with pytest.raises(PartFailed, match=r"^trainer rank 0: StoreFull: no room; its log: .*trainer rank 0\.log$"):
         parts.each("fail", StoreFull("no room"))
+    parts.managed("break_check")
+    with pytest.raises(PartFailed, match=r"^the rollout manager: StoreFull: no room; its log"):
+        parts.managed("fail", StoreFull("no room"))
     parts.managed("lose_engine")
     with pytest.raises(PartFailed, match=r"^SGLang at http://127\.0\.0\.1:1 ended with status 137"):
         parts.each("fail", EngineError("no answer"))

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from miles_plugin.arguments_sources import load_config
-from miles_plugin.training.trainer import Trainer
+from miles_plugin.training.trainer import Trainer, learning_rate_factor
 from mooncake_store.process import free_ports
 from tests.integration.plugin.test_trainer import shards
 
@@ -20,13 +20,20 @@ ARGUMENTS = [
 ]  # fmt: skip
 
 
-def one_rank(rank: int, ranks: int, checkpoint: Path, port: int, load: Path | None, todo: range, out: Path) -> None:
+CHANGED = ["--lr", "2e-3", "--adam-beta2", "0.9", "--weight-decay", "0"]
+
+
+def one_rank(
+    rank: int, ranks: int, checkpoint: Path, port: int, load: Path | None, todo: range, out: Path, more: list[str]
+) -> None:
     """Train on rollouts `todo`, saving after the second; write what came of it to out/rank<n>.pt."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    trainer = Trainer(load_config(ARGUMENTS), checkpoint, "cpu")
+    trainer = Trainer(load_config([*ARGUMENTS, *more]), checkpoint, "cpu")
     if load is not None:
         trainer.load(load)
+    (group,) = trainer._optimizer.param_groups
+    settings = group["lr"], group["betas"], group["weight_decay"]
     metrics = {}
     for rollout_id in todo:
         torch.rand(1)  # something that depends on the RNG between the steps
@@ -34,14 +41,18 @@ def one_rank(rank: int, ranks: int, checkpoint: Path, port: int, load: Path | No
         if rollout_id == 1:
             trainer.save(out / "state")
     weights = {name: parameter.full_tensor() for name, parameter in trainer.model.named_parameters()}
-    torch.save({"metrics": metrics, "weights": weights, "random": torch.rand(4)}, out / f"rank{rank}.pt")
+    torch.save(
+        {"metrics": metrics, "weights": weights, "random": torch.rand(4), "settings": settings}, out / f"rank{rank}.pt"
+    )
     dist.destroy_process_group()
 
 
-def train(ranks: int, checkpoint: Path, load: Path | None, todo: range, out: Path) -> list[dict[str, Any]]:
+def train(
+    ranks: int, checkpoint: Path, load: Path | None, todo: range, out: Path, more: tuple[str, ...] = ()
+) -> list[dict[str, Any]]:
     out.mkdir()
     (port,) = free_ports(1)
-    mp.spawn(one_rank, args=(ranks, checkpoint, port, load, todo, out), nprocs=ranks)
+    mp.spawn(one_rank, args=(ranks, checkpoint, port, load, todo, out, list(more)), nprocs=ranks)
     return [torch.load(out / f"rank{rank}.pt") for rank in range(ranks)]
 
 
@@ -54,8 +65,12 @@ def test_a_resumed_trainer_is_bit_identical_also_on_another_number_of_ranks(chec
         assert torch.equal(before["random"], after["random"]), "the RNG goes on too"
         for name, value in before["weights"].items():
             assert torch.equal(value, after["weights"][name]), name
-    fresh = train(2, checkpoint, None, range(2, 4), tmp_path / "fresh")
-    assert fresh[0]["metrics"] != resumed[0]["metrics"], "the state matters"
+
+    # Settings that may change between runs count from then on, and what was saved of them does not.
+    changed = train(2, checkpoint, saved, range(2, 3), tmp_path / "changed", tuple(CHANGED))
+    factor = learning_rate_factor(load_config([*ARGUMENTS, *CHANGED]), 4)
+    assert changed[0]["settings"] == (2e-3 * factor, (0.9, 0.9), 0.0)
+    assert resumed[0]["settings"] == (1e-3 * factor, (0.9, 0.95), 0.1)
 
     # One rank: the same weights and moments; sums are taken in another order, so equal only nearly.
     (alone,) = train(1, checkpoint, saved, range(2, 4), tmp_path / "alone")

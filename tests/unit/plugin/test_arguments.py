@@ -36,6 +36,19 @@ def test_mappings_merge_key_by_key(yaml_file: Path, monkeypatch: pytest.MonkeyPa
     assert config.mooncake_store_init_kwargs == {"protocol": "rdma", "device_name": "b", "chunk_bytes": 2}
 
 
+def test_a_variable_of_mooncake_s_wins_over_the_file_and_loses_to_a_flag(
+    yaml_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOONCAKE_PROTOCOL", "rdma")
+    monkeypatch.setenv("MOONCAKE_DEVICE", " ")
+    argv = ["--config", str(yaml_file)]
+    assert load_config(argv).mooncake_store_init_kwargs == {"device_name": "a"}, "the protocol is left to the variable"
+    flag = ["--mooncake-store-init-kwargs", '{"protocol": "tcp"}']
+    assert load_config([*argv, *flag]).mooncake_store_init_kwargs == {"protocol": "tcp", "device_name": "a"}
+    monkeypatch.setenv("MILES_MOONCAKE_MOONCAKE_STORE_INIT_KWARGS", '{"protocol": "tcp"}')
+    assert load_config(argv).mooncake_store_init_kwargs == {"protocol": "tcp", "device_name": "a"}
+
+
 def test_defaults_are_those_of_miles() -> None:
     config = load_config([])
     assert config.object_store_backend == "ray"
@@ -73,6 +86,9 @@ def test_what_was_resolved_reads_back_the_same(yaml_file: Path, tmp_path: Path) 
         ([], "a: [", {}, ["job.yaml", "not YAML"]),
         (["--run-id", "../up"], "", {}, ["run_id", "'../up'"]),
         (["--seed"], "", {}, ["--seed", "expected one argument"]),
+        (["--lr", "inf"], "", {}, ["lr", "'inf'", "finite number"]),
+        ([], "clip_grad: .nan", {}, ["clip_grad", "finite number"]),
+        (["--save", ""], "", {}, ["save", "the path is empty"]),
     ],
 )
 def test_a_mistake_is_named_with_its_source(

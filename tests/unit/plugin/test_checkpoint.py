@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,19 @@ def config(*argv: str) -> TrainConfig:
     return load_config(argv)
 
 
+def make_policy(directory: Path, **changes: Any) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps({"model_type": "qwen3", "hidden_size": 8} | changes))
+    return directory
+
+
+POLICY = make_policy(Path(tempfile.mkdtemp()), num_hidden_layers=2)
+
+
 def save(directory: Path, number: int, argv: tuple[str, ...] = (), version: int = 3) -> Path:
     partial = checkpoint.begin(directory, number)
     (partial / "state").write_text(f"state after {number}")
-    progress = Progress("real", number, {"cursor": 8 * number}, version)
+    progress = Progress("real", number, {"cursor": 8 * number}, version, str(POLICY))
     return checkpoint.commit(partial, progress, config("--save", str(directory), *argv), REPORT)
 
 
@@ -39,7 +49,7 @@ def test_what_was_saved_is_found_again(tmp_path: Path) -> None:
     resume = checkpoint.find(config("--load", str(tmp_path)))
     assert resume is not None
     assert resume.directory == saved
-    assert resume.progress == Progress("real", 4, {"cursor": 32}, 3)
+    assert resume.progress == Progress("real", 4, {"cursor": 32}, 3, str(POLICY))
     assert resume.report == REPORT
     assert (resume.directory / "state").read_text() == "state after 4"
     earlier = checkpoint.find(config("--load", str(tmp_path / "iter_0000002")))
@@ -200,6 +210,37 @@ def test_a_damaged_directory_is_named_with_the_next_step(
     assert expected in str(caught.value)
 
 
+def test_a_policy_of_another_shape_is_refused_and_one_that_moved_is_not(tmp_path: Path) -> None:
+    started_from = make_policy(tmp_path / "policy", num_hidden_layers=2, transformers_version="5.0")
+    saved = save(tmp_path / "saved", 2, ("--hf-checkpoint", str(started_from)))
+    moved = make_policy(tmp_path / "moved", num_hidden_layers=2, transformers_version="5.1")
+    for path in (started_from, moved):
+        assert checkpoint.find(config("--load", str(saved), "--hf-checkpoint", str(path))) is not None
+    for changes in ({"num_hidden_layers": 1}, {"num_hidden_layers": 3}, {"num_hidden_layers": 2, "hidden_size": 16}):
+        other = make_policy(tmp_path / "other", **changes)
+        with pytest.raises(ConfigError, match=r"hidden_(layers|size)=") as caught:
+            checkpoint.find(config("--load", str(saved), "--hf-checkpoint", str(other)))
+        assert "name the checkpoint that the saved job started from" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"hf_checkpoint=.*name it here too"):
+        checkpoint.find(config("--load", str(saved)))
+
+
+def test_a_renamed_checkpoint_is_refused_with_the_reason(tmp_path: Path) -> None:
+    best = save(tmp_path, 2).rename(tmp_path / "best")
+    with pytest.raises(ConfigError, match="named iter_ and seven digits; rename it back"):
+        checkpoint.find(config("--load", str(best)))
+
+
+def test_what_a_killed_job_left_half_saved_is_cleared_away(tmp_path: Path) -> None:
+    half = checkpoint.begin(tmp_path, 7)
+    (tmp_path / "mine").touch()
+    with checkpoint.claim(tmp_path):
+        assert not half.exists()
+        assert (tmp_path / "mine").exists()
+    with pytest.raises(ConfigError, match="save=/proc/x"), checkpoint.claim(Path("/proc/x/y")):
+        pass
+
+
 def test_two_jobs_cannot_save_in_one_place(tmp_path: Path) -> None:
     holder = subprocess.Popen(
         [
@@ -214,9 +255,25 @@ def test_two_jobs_cannot_save_in_one_place(tmp_path: Path) -> None:
     assert holder.stdout.readline() == "held\n"
     with pytest.raises(ConfigError, match="another running job saves there"), checkpoint.claim(tmp_path):
         pass
+    with pytest.raises(ConfigError, match="another running job saves there"):
+        checkpoint.check_save(config("--save", str(tmp_path)))
     holder.kill()
     holder.wait()
     with checkpoint.claim(tmp_path):
         pass
     with checkpoint.claim(None):
         pass
+
+
+def test_a_version_whose_line_was_cut_off_was_never_given_out(tmp_path: Path) -> None:
+    log = tmp_path / "versions.log"
+    log.write_text("allocate 0\nannounce 0\nallocate 1\nalloc")
+    versions = VersionAuthority(log)
+    assert (versions.newest, versions.current) == (1, 0)
+    assert log.read_text().endswith("alloc"), "looking at a log does not change it"
+    assert versions.allocate() == 2
+    assert log.read_text() == "allocate 0\nannounce 0\nallocate 1\nallocate 2\n"
+    for damage in ("allocate\n", "alloc 3\n", "allocate -1\n", "\n"):
+        log.write_text(f"allocate 0\n{damage}allocate 1\n")
+        with pytest.raises(ConfigError, match=r"versions\.log, line 2"):
+            VersionAuthority(log)

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("psutil", reason="the extra `train` is not installed")
+psutil = pytest.importorskip("psutil", reason="the extra `train` is not installed")
+
+from miles_plugin import interrupt  # noqa: E402
 
 PARENT = """
 import subprocess, sys, time
@@ -38,6 +40,21 @@ def marked(mark: str) -> list[int]:
         except OSError:
             continue
     return found
+
+
+def test_what_lost_its_parent_is_ended_too() -> None:
+    """An actor whose raylet is gone is nobody's child any more."""
+    orphan = "import os, time; os.fork() and time.sleep(600); time.sleep(600)"
+    with interrupt.no_descendant_left(patience=0.2) as descendants:
+        parent = subprocess.Popen([sys.executable, "-c", orphan])
+        while len(children := psutil.Process().children(recursive=True)) < 2:
+            time.sleep(0.02)
+        descendants.note()
+        parent.kill()
+        parent.wait()
+        (left,) = [child for child in children if child.is_running()]
+        assert left.ppid() != parent.pid
+    assert not left.is_running() or left.status() == psutil.STATUS_ZOMBIE  # where nobody reaps orphans
 
 
 @pytest.mark.parametrize("signals", [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGINT)])

@@ -10,6 +10,8 @@ pytest.importorskip("torch", reason="the extra `train` is not installed")
 from miles_plugin import plan, preflight
 from miles_plugin.arguments_sources import load_config
 from miles_plugin.plan import PlannedProcess
+from mooncake_store.errors import ConfigError
+from mooncake_store.memory import MemoryLimit
 
 MOONCAKE = ["--object-store-backend", "mooncake"]
 TCP = [*MOONCAKE, "--mooncake-store-init-kwargs", '{"protocol": "tcp", "global_segment_size": "64mb"}']
@@ -59,6 +61,15 @@ def test_a_larger_checkpoint_needs_more_memory(tmp_path: Path) -> None:
     large, tiny = planned("--hf-checkpoint", str(tmp_path)), planned()
     for key, factor in {("rollout_node", "SGLang engine"): 1, ("trainer_node_0", "trainer rank"): 8}.items():
         assert large[key].memory - tiny[key].memory == pytest.approx(factor * 2 * 1024**3, rel=0.01)
+
+
+def test_more_memory_than_there_is_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"the job needs about .* GB.*10000 x SGLang engine: lower rollout_num_gpus"):
+        planned("--rollout-num-gpus", "10000")
+    segment = ["--mooncake-store-init-kwargs", '{"protocol": "tcp", "global_segment_size": "3gb"}']
+    monkeypatch.setattr(preflight, "memory_limit", lambda: MemoryLimit(8 * 1024**3, "memory.max"))
+    with pytest.raises(ConfigError, match=r"actor_num_nodes=4 .*global_segment_size=3221225472.*memory\.max"):
+        planned(*MOONCAKE, *segment, "--actor-num-nodes", "4", "--actor-num-gpus-per-node", "1")
 
 
 def test_settings_come_with_their_source(monkeypatch: pytest.MonkeyPatch) -> None:
