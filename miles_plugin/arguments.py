@@ -39,7 +39,9 @@ class ObjectStoreArguments(BaseModel):
         description="JSON: master_server_address, protocol (tcp or rdma), device_name, global_segment_size, ... "
         "Without a master address the job starts a mooncake_master of its own",
     )
-    mooncake_replica_num: int = Field(1, ge=1, description="copies of every batch, on distinct segments")
+    mooncake_replica_num: int = Field(
+        1, ge=1, description="copies of every batch, each on a segment of its own (mooncake only)"
+    )
 
 
 class LayoutArguments(BaseModel):
@@ -71,7 +73,9 @@ class PolicyArguments(BaseModel):
     warm_start_accuracy: float = Field(
         0.4, gt=0, lt=1, description="the supervised phase stops at this greedy accuracy on its own validation items"
     )
-    warm_start_max_steps: int = Field(4000, ge=1, description="the supervised phase fails after so many steps")
+    warm_start_max_steps: int = Field(
+        4000, ge=1, description="the job fails when the supervised phase has not reached that after so many steps"
+    )
     warm_start_batch_size: int = Field(128, ge=1, description="items per supervised step")
     warm_start_lr: float = Field(2e-3, gt=0, description="peak learning rate of the supervised phase")
     cache_dir: Location = Field(Path("~/.cache/miles-mooncake"), description="keeps warm-started policies between runs")
@@ -115,7 +119,9 @@ class TaskArguments(BaseModel):
     task_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="JSON: settings of that dataset, e.g. its difficulty"
     )
-    held_out_size: int = Field(256, ge=1, le=16384, description="fixed items, never trained on, that measure accuracy")
+    held_out_size: int = Field(
+        256, ge=1, le=16384, description="fixed items, never trained on, that measure accuracy; also of --prompt-data"
+    )
     reward_control: Literal["none", "shuffled", "both"] = Field(
         "none",
         description="shuffled: permute rewards across each rollout, so that they carry no information (accuracy must "
@@ -149,7 +155,9 @@ class TrainingArguments(BaseModel):
     micro_batch_size: int = Field(64, ge=1, description="samples per forward pass on one rank")
     lr: float = Field(1e-4, gt=0, description="peak learning rate")
     min_lr: float = Field(0.0, ge=0, description="learning rate that a linear decay ends at")
-    lr_decay_style: Literal["constant", "linear"] = Field("constant", description="course after the warm-up")
+    lr_decay_style: Literal["constant", "linear"] = Field(
+        "constant", description="after the warm-up: constant, or linear down to --min-lr at the end of the run"
+    )
     lr_warmup_iters: int = Field(0, ge=0, description="optimizer steps over which the learning rate rises to --lr")
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta 1")
     adam_beta2: float = Field(0.95, ge=0, lt=1, description="AdamW beta 2")
@@ -165,13 +173,17 @@ class TrainingArguments(BaseModel):
 class WeightUpdateArguments(BaseModel):
     """weight update: how new weights reach the engines"""
 
-    update_weight_transfer_mode: Literal["broadcast"] = Field("broadcast", description="transfer of new weights")
+    update_weight_transfer_mode: Literal["broadcast"] = Field(
+        "broadcast", description="over one process group of trainer rank 0 and all engine ranks (gloo or NCCL)"
+    )
     update_weight_buffer_size: Bytes = Field(
         512 * 1024**2, ge=1, description="bytes per bucket of weights; also as text, e.g. 512mb"
     )
     update_weights_interval: int = Field(1, ge=1, description="rollouts between weight updates")
     pause_generation_mode: Literal["abort", "retract", "in_place"] = Field(
-        "retract", description="what happens to requests in flight during a weight update"
+        "retract",
+        description="requests in flight during a weight update, of which the main job has none: abort ends them, "
+        "retract puts them back into the engine's queue, in_place freezes them",
     )
 
 
@@ -212,7 +224,9 @@ class RunArguments(BaseModel):
     run_id: str | None = Field(
         None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="name of the run; default: date and time"
     )
-    report: Location | None = Field(None, description="directory of the report; default: runs/<run id>")
+    report: Location | None = Field(
+        None, description="directory of the report, which must not hold another one; default: runs/<run id>"
+    )
     dry_run: bool = Field(False, description="check everything, print what would be started, and stop")
 
 

@@ -82,12 +82,16 @@ class MooncakeConfig:
 
     Attributes:
         master_server_address: "host:port", or "etcd://host:port[;host:port]" for a highly available master.
-        local_hostname: name or address, without a port, under which other hosts reach this process.
+        local_hostname: name or address, without a port, under which other hosts reach this process; by default Ray's
+            address of this node, or without Ray that of the interface that leads to the master.
         metadata_server: "P2PHANDSHAKE", or the http, https or etcd URL of a metadata service.
-        protocol: "tcp" or "rdma".
-        device_name: RDMA devices separated by commas; empty lets Mooncake choose.
-        global_segment_size: bytes this process lends to the store when it contributes a segment; 0 lends nothing.
-        local_buffer_size: upper bound, in bytes, of the warm buffers through which this process puts and gets.
+        protocol: "tcp" or "rdma"; "rdma" is refused on a host without an RDMA device.
+        device_name: RDMA devices of this host separated by commas; empty lets Mooncake choose. Refused with
+            "tcp", unless it comes from the environment and the protocol from init_kwargs.
+        global_segment_size: bytes this process lends to the store when it contributes a segment: 0 lends nothing, else
+            at least 16mb, and less than this host's or cgroup's memory.
+        local_buffer_size: upper bound, in bytes, of the warm buffers through which this process puts and gets. The
+            default is lowered to the memory there is; a value that was given and does not fit is refused.
         chunk_bytes: accepted for launch scripts written for miles; a batch is one object here, so it is not used.
         settings: by field, what was given and where it came from.
     """
