@@ -195,7 +195,7 @@ class _JsonLines:
     def _parse(self, line: bytes, number: int) -> tuple[str, Row]:
         origin = f"{self._path}, line {number}"
         try:
-            row = json.loads(line)
+            row = json.loads(line.rstrip())  # or the column of a cut-off line would be counted on the next one
         except json.JSONDecodeError as error:
             raise ConfigError(f"{origin}, column {error.colno}: not JSON: {error.msg}") from None
         except UnicodeDecodeError as error:
