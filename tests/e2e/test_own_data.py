@@ -52,8 +52,11 @@ def test_the_two_turn_example(checkpoint: Path, tmp_path: Path, marked: Marked) 
     assert all(shard["put_digest"] == shard["got_digest"] for step in steps for shard in step["shards"])
 
 
-def test_a_function_that_fails_is_named_with_its_line(checkpoint: Path, tmp_path: Path, marked: Marked) -> None:
-    (tmp_path / "mine.py").write_text("def reward(args, sample):\n    return len(sample.response) / 0\n")
+@pytest.mark.parametrize(("fails", "message"), [("1 / 0", "ZeroDivisionError"), ("sys.exit(3)", "SystemExit: 3")])
+def test_a_function_that_fails_is_named_with_its_line(
+    fails: str, message: str, checkpoint: Path, tmp_path: Path, marked: Marked
+) -> None:
+    (tmp_path / "mine.py").write_text(f"import sys\ndef reward(args, sample):\n    return {fails}\n")
     config = Path("configs/local.yaml").absolute()
     arguments = [
         "--config", str(config), *SMALL[2:], "--num-rollout", "2", "--hf-checkpoint", str(checkpoint),
@@ -62,6 +65,7 @@ def test_a_function_that_fails_is_named_with_its_line(checkpoint: Path, tmp_path
     done = run(arguments, marked, tmp_path)
     assert done.returncode == 1
     assert "custom_rm_path=mine.reward" in done.stderr
-    assert "ZeroDivisionError" in done.stderr
-    assert "mine.py:2" in done.stderr
+    assert message in done.stderr
+    assert "mine.py:3" in done.stderr
+    assert not marked.processes()
     assert "Traceback" not in done.stderr

@@ -50,6 +50,8 @@ def test_a_listener_that_is_no_master(tmp_path: Path, marked: Marked) -> None:
         (["--load", "/nowhere"], "load=/nowhere"),
         (["--save", "/dev/null/x"], "save=/dev/null/x"),
         (["--colocate"], "colocate=True"),
+        (["--rollout-num-gpus", "10000"], "of memory, allowed: "),
+        ([*MOONCAKE, '{"protocol": "tcp", "master_server_address": ""}'], "master_server_address = ''"),
         ([*MOONCAKE, '{"protocl": "tcp"}'], "did you mean 'protocol'"),
         ([*MOONCAKE, '{"protocol": "tcp", "global_segment_size": "9000gb"}'], "MemTotal"),
         ([*MOONCAKE, '{"protocol": "rdma"}'], "no RDMA device"),

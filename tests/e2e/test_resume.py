@@ -16,6 +16,11 @@ pytestmark = [pytest.mark.integration, pytest.mark.e2e]
 LEARNING = ["--config", "configs/local.yaml", "--reward-control", "none", "--num-rollout", "12"]
 
 
+def without_save(step: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint cannot hold the time that its own saving took."""
+    return step | {"seconds": {phase: value for phase, value in step["seconds"].items() if phase != "save"}}
+
+
 def check_versions(report: dict[str, Any]) -> None:
     """Every sample was made by the version served before it, and no number was served twice."""
     served = [step["served_version"] for step in steps_of(report)]
@@ -58,9 +63,36 @@ def test_an_interrupted_job_goes_on_where_it_saved(checkpoint: Path, tmp_path: P
     after = read_report(tmp_path / "second")
     assert after["resumed_at"] == [{"run_id": before["run_id"], "arm": "real", "rollout_id": number}]
     assert [step["rollout_id"] for step in steps_of(after)] == list(range(number + 2))
-    assert steps_of(after)[:number] == steps_of(before)[:number]
+    assert list(map(without_save, steps_of(after)[:number])) == list(map(without_save, steps_of(before)[:number]))
     check_versions(after)
     assert min(map(int, steps_of(after)[number]["sample_versions"])) > steps_of(before)[-1]["served_version"]
+
+
+@pytest.mark.slow
+def test_a_job_killed_in_its_second_arm_does_not_repeat_the_first(
+    checkpoint: Path, tmp_path: Path, marked: Marked
+) -> None:
+    saved, output = tmp_path / "saved", tmp_path / "output"
+    arguments = [
+        *SMALL, "--hf-checkpoint", str(checkpoint), "--save", str(saved), "--load", str(saved), "--save-interval", "1",
+        "--reward-control", "both", "--num-rollout", "3",
+    ]  # fmt: skip
+    with running([*arguments, "--report", str(tmp_path / "first")], marked, output) as job:
+        await_output(job, output, "iter_0000004")  # the first rollout of the second arm
+        job.kill()
+    done = run(
+        [*arguments, "--report", str(tmp_path / "second"), "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "1"],
+        marked,
+    )
+    assert done.returncode == 0, done.stderr
+    before, after = read_report(tmp_path / "first"), read_report(tmp_path / "second")
+    assert {name: len(arm["steps"]) for name, arm in after["arms"].items()} == {"real": 3, "shuffled": 3}
+    kept, done_before = after["arms"]["real"]["steps"], before["arms"]["real"]["steps"]
+    assert list(map(without_save, kept)) == list(map(without_save, done_before))
+    assert [resume["arm"] for resume in after["resumed_at"]] == ["shuffled"]
+    check_versions(after)
+    for real, shuffled in zip(after["arms"]["real"]["steps"], after["arms"]["shuffled"]["steps"], strict=True):
+        assert real["prompts_digest"] == shuffled["prompts_digest"], "the control has the same items"
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ def test_a_short_job_ends_with_a_complete_report(
         assert all(shard["put_digest"] == shard["got_digest"] for shard in step["shards"])
         assert len({shard["key"] for shard in step["shards"]}) == 2
         assert sum(shard["rows"] for shard in step["shards"]) == step["samples"] == 32
-        assert set(step["seconds"]) == {"generate", "put", "get", "train", "update"}
+        assert set(step["seconds"]) == {"generate", "put", "get", "train", "update", "evaluate"}
         assert step["nbytes"]["put"] == step["nbytes"]["get"] > 0
         assert step["nbytes"]["update"] > 0
         assert 0 <= step["held_out_accuracy"] <= 1
