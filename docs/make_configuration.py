@@ -38,9 +38,9 @@ A setting has one name in three spellings: the flag `--num-rollout`, the key `nu
 1. A flag wins over the environment, the environment over the file, the file over the default.
 2. A setting that holds a mapping (type "JSON object") is merged key by key in that order: a flag that gives one key
    leaves the other keys of the file in place. JSON on the command line and in the environment, a mapping in YAML.
-3. Each of Mooncake's own settings comes from `mooncake_store_init_kwargs` as a flag or in the environment, else from its
-   own variable (`{master}`, ...) where the process runs, else from `mooncake_store_init_kwargs` in the file, else from the
-   default. A value of `null` and an empty variable count as not set; a 0 does not.
+3. Each of Mooncake's own settings comes from `mooncake_store_init_kwargs` as a flag or in the environment, else from
+   its own variable (`{master}`, ...) where the process runs, else from `mooncake_store_init_kwargs` in the file, else
+   from the default. A value of `null` and an empty variable count as not set; a 0 does not.
 4. A name that does not exist is an error in each of these places, and so is a variable `{prefix}...` that no setting
    reads. The message names the nearest one that exists.
 5. Sizes are a whole number of bytes, or text such as `512mb` or `1.5gb`: k, m and g are powers of 1024.
