@@ -79,7 +79,7 @@ def test_results_come_in_rank_order_and_failures_by_their_part(parts: Parts) -> 
     assert parts.managed("add", 1) == 2
     with pytest.raises(ConfigError, match="lr=0"):
         parts.managed("fail", ConfigError("lr=0"))
-    with pytest.raises(PartFailed, match=r"^trainer rank 0: StoreFull: no room; its log: .*trainer rank 0\.log$"):
+    with pytest.raises(PartFailed, match=r"^trainer rank (\d): StoreFull: no room; its log: .*trainer rank \1\.log$"):
         parts.each("fail", StoreFull("no room"))
     parts.managed("break_check")
     with pytest.raises(PartFailed, match=r"^the rollout manager: StoreFull: no room; its log"):
