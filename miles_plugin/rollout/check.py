@@ -3,7 +3,8 @@
 from importlib.util import find_spec
 
 from miles_plugin.arguments import DataArguments, TaskArguments, TrainConfig
-from miles_plugin.rollout.prompts import load_tokenizer, open_prompts, to_text
+from miles_plugin.rollout.prompts import load_tokenizer, to_text
+from miles_plugin.rollout.source import open_prompts
 from mooncake_store.errors import ConfigError, MissingDependency
 
 

@@ -19,7 +19,7 @@ from miles_plugin.object_store import open_rollout_store
 from miles_plugin.rollout.advantage import assign_group_advantages, shuffle_rewards
 from miles_plugin.rollout.batch import Shard, split_groups, to_columns
 from miles_plugin.rollout.generate import Sampler
-from miles_plugin.rollout.prompts import open_prompts
+from miles_plugin.rollout.source import open_prompts
 from miles_plugin.version import VersionAuthority
 from mooncake_store import BatchRef, ConfigError, batch_digest
 

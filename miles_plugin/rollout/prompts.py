@@ -50,21 +50,6 @@ class PromptSource(Protocol):
         """Training items from stream position `start`; the same ones whenever settings and `start` are the same."""
 
 
-def open_prompts(config: TrainConfig) -> PromptSource:
-    """The prompts that the settings ask for.
-
-    Raises:
-        ConfigError: a file or a row of it is not what the settings say, or no such task can be made.
-    """
-    if config.prompt_data is not None:
-        from miles_plugin.rollout.data import PromptData
-
-        return PromptData(config)
-    from miles_plugin.rollout.task import Task
-
-    return Task(config.task, config.task_kwargs, config.held_out_size, config.seed)
-
-
 @lru_cache
 def load_tokenizer(checkpoint: Path) -> Any:
     """The tokenizer of a Hugging Face checkpoint directory; loaded once per process."""
