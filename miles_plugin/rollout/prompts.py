@@ -58,6 +58,13 @@ def load_tokenizer(checkpoint: Path) -> Any:
     return AutoTokenizer.from_pretrained(checkpoint)
 
 
+def context_length(checkpoint: Path) -> int | None:
+    """How many tokens the model of a Hugging Face checkpoint directory sees at most; None when it does not say."""
+    from transformers import AutoConfig
+
+    return getattr(AutoConfig.from_pretrained(checkpoint).get_text_config(), "max_position_embeddings", None)
+
+
 def to_text(item: Item, tokenizer: Any, config: TrainConfig) -> str:
     """The text of an item's prompt; with `apply_chat_template` the template's, a plain text being one user message.
 

@@ -12,13 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from miles_plugin.arguments import TrainConfig
 from miles_plugin.arguments_sources import load_config
 from miles_plugin.engines.launch import RunningEngine
-from miles_plugin.engines.sglang import EngineError
 from miles_plugin.rollout.batch import to_columns
-from miles_plugin.rollout.functions import CustomFunctionError
 from miles_plugin.rollout.generate import Sampler
 from miles_plugin.rollout.sample import Sample
 from miles_plugin.rollout.task import Task
 from miles_plugin.training.trainer import pad
+from mooncake_store.errors import ConfigError
 
 pytestmark = pytest.mark.integration
 EXAMPLE = ["--config", "examples/two_turn_tool/config.yaml", "--held-out-size", "8"]
@@ -82,7 +81,7 @@ def test_greedy_evaluation_repeats_itself(sampler: Sampler, task: Task) -> None:
     assert all(sample.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED) for sample in first)
 
 
-def test_a_prompt_that_the_engine_refuses_is_named(sampler: Sampler, task: Task) -> None:
-    too_long = replace(task.held_out[0], prompt="Calculate 1 + " * 1000)
-    with pytest.raises((EngineError, CustomFunctionError), match=r"HTTP 400"):
-        sampler.sample([too_long], 0, 1, temperature=1.0)
+def test_a_prompt_longer_than_the_context_is_named(sampler: Sampler, task: Task) -> None:
+    too_long = replace(task.held_out[0], prompt="Calculate 1 + " * 1000, origin="prompts.jsonl, line 7")
+    with pytest.raises(ConfigError, match=r"^prompts\.jsonl, line 7: a prompt of 14000 tokens .* context of 1024 "):
+        sampler.sample([task.held_out[1], too_long], 0, 1, temperature=1.0)
