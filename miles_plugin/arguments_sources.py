@@ -4,6 +4,7 @@ import argparse
 import difflib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -38,6 +39,16 @@ class _Parser(argparse.ArgumentParser):
 def load_config(argv: Sequence[str]) -> TrainConfig:
     """Resolve the settings of a job from `argv` (flags, `--config FILE`), the environment and the defaults.
 
+    Raises what `load_config_and_origins` does.
+    """
+    return load_config_and_origins(argv)[0]
+
+
+def load_config_and_origins(argv: Sequence[str]) -> tuple[TrainConfig, dict[str, str]]:
+    """Like `load_config`, with where each setting that is not a default came from.
+
+    The keys of a mapping have an origin of their own, under their own name.
+
     Raises:
         ConfigError: an unknown key or flag (with the nearest known one), or a value of the wrong type or out of
             range; the message names the setting, the value and where it came from.
@@ -53,6 +64,12 @@ def load_config(argv: Sequence[str]) -> TrainConfig:
     return _merge(cli, from_yaml, str(config_path))
 
 
+def with_origins(message: str, origins: Mapping[str, str]) -> str:
+    """An error's message with where the settings that it names came from."""
+    named = [f"{name} from {origin}" for name, origin in origins.items() if re.search(rf"\b{name} ?=", message)]
+    return f"{message} [{', '.join(named)}]" if named else message
+
+
 def settings_parser(
     prog: str = "miles-mooncake train",
 ) -> tuple[argparse.ArgumentParser, CliSettingsSource[argparse.ArgumentParser]]:
@@ -65,7 +82,10 @@ def settings_parser(
         f"{ENV_PREFIX}<NAME>. A flag wins over the environment, that over FILE, that over the default.",
         allow_abbrev=False,
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file of settings, named like the flags")
+    file = parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="YAML file of settings, named like the flags"
+    )
+    file.complete = shtab.FILE  # type: ignore[attr-defined]  # where shtab looks for it
     groups = {}
     for group in GROUPS:
         section = parser.add_argument_group(*(group.__doc__ or "").split(": ", 1))
@@ -115,7 +135,9 @@ def _add_flag(groups: dict[str, Any], *names: str, **options: Any) -> argparse.A
     return action
 
 
-def _merge(cli: PydanticBaseSettingsSource, from_yaml: dict[str, Any], yaml_name: str) -> TrainConfig:
+def _merge(
+    cli: PydanticBaseSettingsSource, from_yaml: dict[str, Any], yaml_name: str
+) -> tuple[TrainConfig, dict[str, str]]:
     sources: dict[str, PydanticBaseSettingsSource] = {}
 
     class Resolved(TrainConfig):
@@ -138,7 +160,17 @@ def _merge(cli: PydanticBaseSettingsSource, from_yaml: dict[str, Any], yaml_name
         raise ConfigError("\n".join(_explain(item, sources) for item in error.errors())) from None
     values = dict(resolved)
     values[_STORE] = _environment_over_file(values[_STORE], sources, yaml_name)
-    return TrainConfig.model_construct(**values)
+    return TrainConfig.model_construct(**values), _origins(sources)
+
+
+def _origins(sources: Mapping[str, PydanticBaseSettingsSource]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for label, source in sources.items():  # the one that wins first
+        for name, value in source().items():
+            found.setdefault(name, label)
+            for key in value if isinstance(value, dict) else ():
+                found.setdefault(key, label)
+    return found
 
 
 def _environment_over_file(

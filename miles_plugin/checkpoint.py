@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_plugin.arguments import DataArguments, PolicyArguments, TaskArguments, TrainConfig
-from miles_plugin.report.record import finite
+from miles_plugin.report.record import Report, finite
 from miles_plugin.version import VersionAuthority
 from mooncake_store.errors import ConfigError
 
@@ -113,7 +113,10 @@ def check_save(config: TrainConfig) -> None:
     """Refuse a `--save` directory that holds another run's checkpoints, or that cannot be written (ConfigError)."""
     if config.save is None:
         return
-    loaded = config.load is not None and config.save.resolve() in (config.load.resolve(), config.load.resolve().parent)
+    loaded = config.load is not None and (
+        config.save.resolve() == config.load.resolve()
+        or (config.save.resolve() == config.load.resolve().parent and (config.load / _JOB).is_file())
+    )
     if (config.save / LATEST).exists() and not loaded:
         raise ConfigError(
             f"save={config.save} holds the checkpoints of another run; resume it with --load {config.save}, or name "
@@ -199,8 +202,8 @@ def _point_to(newest: Path) -> None:
 
 
 def _latest_number(directory: Path) -> int:
-    text = (directory / LATEST).read_text().strip()
-    if not text.isdecimal() or not (directory / name_of(int(text)) / _JOB).is_file():
+    text = (directory / LATEST).read_text(errors="replace").strip()
+    if not text.isdecimal() or len(text) > 7 or not (directory / name_of(int(text)) / _JOB).is_file():
         there = ", ".join(sorted(entry.name for entry in directory.glob("iter_*") if (entry / _JOB).is_file()))
         raise ConfigError(
             f"load={directory}: {LATEST} says {text!r:.40}, which is no complete checkpoint; there are: "
@@ -215,7 +218,12 @@ def _read(directory: Path) -> Resume:
         report = json.loads((directory / _REPORT).read_text())
         if record["format"] != FORMAT:
             raise ConfigError(f"load={directory}: format {record['format']}, this package reads format {FORMAT}")
-        return Resume(directory, Progress(**record["progress"]), record["settings"], report, record["model"])
+        if not isinstance(record["settings"], dict) or not (directory / ".metadata").is_file():
+            raise ValueError("without settings or .metadata")
+        Report.from_dict(report, str(directory / _REPORT))
+        resume = Resume(directory, Progress(**record["progress"]), record["settings"], report, record["model"])
+        resume.newest_version()  # reads the log
+        return resume
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, ConfigError):
             raise

@@ -7,12 +7,15 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+import shtab
+
 from miles_plugin import interrupt
-from miles_plugin.arguments_sources import load_config, settings_parser
+from miles_plugin.arguments_sources import load_config_and_origins, settings_parser, with_origins
 from mooncake_store.errors import ConfigError, StoreUnavailable
 
 PROG = "miles-mooncake"
@@ -29,11 +32,13 @@ class Command:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the console script."""
+    interrupt.install()
     arguments, rest = _top_parser().parse_known_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    interrupt.install()
-    from miles_plugin.job import JobFailed
-
+    try:
+        from miles_plugin.job import JobFailed
+    except KeyboardInterrupt:
+        return 130
     try:
         COMMANDS[arguments.command].run(rest)
     except (ConfigError, StoreUnavailable) as error:
@@ -79,18 +84,24 @@ def _train(argv: Sequence[str]) -> None:
     from miles_plugin.plan import describe
     from miles_plugin.preflight import check
 
-    config = load_config(argv)
-    if config.dry_run:
-        print(describe(config, check(config)))
-    else:
-        train(config)
+    config, origins = load_config_and_origins(argv)
+    try:
+        if config.dry_run:
+            with redirect_stdout(sys.stderr):  # a user's module may print when it is imported
+                plan = check(config)
+            print(describe(config, plan))
+        else:
+            train(config)
+    except ConfigError as error:
+        raise type(error)(with_origins(str(error), origins)) from error
 
 
 def _report_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"{PROG} report", description="Draw report.png and report.html anew from report.json."
     )
-    parser.add_argument("directory", type=Path, metavar="DIR", help="directory of a report, e.g. runs/<run id>")
+    directory = parser.add_argument("directory", type=Path, metavar="DIR", help="a report's, e.g. runs/<run id>")
+    directory.complete = shtab.DIRECTORY  # type: ignore[attr-defined]  # where shtab looks for it
     return parser
 
 
@@ -102,8 +113,6 @@ def _report(argv: Sequence[str]) -> None:
 
 
 def _completion_parser() -> argparse.ArgumentParser:
-    import shtab
-
     parser = argparse.ArgumentParser(
         prog=f"{PROG} completion",
         description="Print the script that completes commands and flags on TAB.",
@@ -115,8 +124,6 @@ def _completion_parser() -> argparse.ArgumentParser:
 
 
 def _completion(argv: Sequence[str]) -> None:
-    import shtab
-
     print(shtab.complete(full_parser(), _completion_parser().parse_args(argv).shell))
 
 

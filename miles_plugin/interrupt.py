@@ -11,16 +11,19 @@ _received = 0
 
 
 def install() -> None:
-    """Handle SIGINT and SIGTERM in this process: the first raises KeyboardInterrupt, a second ends everything now."""
+    """Handle SIGINT, SIGTERM and SIGHUP: the first raises KeyboardInterrupt, a second ends everything now."""
     signal.signal(signal.SIGINT, _handle)
     signal.signal(signal.SIGTERM, _handle)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        signal.signal(signal.SIGHUP, _handle)  # the terminal is gone: end in order, with a report
 
 
 def _handle(_signal: int, _frame: Any) -> None:
     global _received
     _received += 1
     if _received == 1:
-        os.write(sys.stderr.fileno(), b"\nmiles-mooncake: stopping; once more ends everything at once\n")
+        with contextlib.suppress(OSError):  # a terminal that hung up
+            os.write(sys.stderr.fileno(), b"\nmiles-mooncake: stopping; once more ends everything at once\n")
         raise KeyboardInterrupt
     kill_descendants()
     os._exit(130)

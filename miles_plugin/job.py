@@ -2,6 +2,7 @@
 
 import contextlib
 import secrets
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -33,7 +34,8 @@ def train(config: TrainConfig) -> Path:
         ConfigError, StoreUnavailable: found before anything is started, as far as it can be.
         JobFailed: a part of the job failed; everything the job started has ended by then.
     """
-    plan = check(config)
+    with contextlib.redirect_stdout(sys.stderr):  # a user's module may print when it is imported
+        plan = check(config)
     with checkpoint.claim(config.save):
         plan = replace(plan, resume=checkpoint.find(config))  # another job may have saved there until the claim
         run_id = config.run_id or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
@@ -61,7 +63,7 @@ def _outcome_in(report: Report, observer: Observer) -> Iterator[None]:
         report.status = f"stopped: {error if isinstance(error, PartFailed) else f'{type(error).__name__}: {error}'}"
         raise JobFailed(report.status.removeprefix("stopped: ")) from error
     except BaseException as error:
-        report.status = f"stopped: {type(error).__name__}"
+        report.status = "stopped: interrupted" if isinstance(error, KeyboardInterrupt) else f"stopped: {error!r}"
         raise
     finally:
         report.seconds_total = time.monotonic() - started

@@ -74,6 +74,7 @@ def closing_lines(report: Report, directory: Path) -> list[str]:
         f"{arm.reward} reward: held-out accuracy {arm.initial_accuracy:.3f} -> {arm.final_accuracy():.3f} "
         f"({arm.final_accuracy() - arm.initial_accuracy:+.3f}), digests {'equal' if arm.digests_equal() else 'DIFFER'}"
         for arm in report.arms.values()
+        if arm.steps
     ]
     files = [directory / f"report.{suffix}" for suffix in ("json", "png", "html")]
     written = ", ".join(str(path) for path in files if path.exists())

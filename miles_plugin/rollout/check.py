@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 
 from miles_plugin.arguments import DataArguments, TaskArguments, TrainConfig
-from miles_plugin.rollout.prompts import load_tokenizer, to_text
+from miles_plugin.rollout.prompts import context_length, load_tokenizer, to_text
 from miles_plugin.rollout.source import open_prompts
 from mooncake_store.errors import ConfigError, MissingDependency
 
@@ -24,6 +24,13 @@ def check_data(config: TrainConfig) -> None:
         raise ConfigError("apply_chat_template_kwargs is set without apply_chat_template; add that, or leave it out")
     source = open_prompts(config)
     _check_functions(config)
+    if config.hf_checkpoint is not None:
+        context = context_length(config.hf_checkpoint)
+        if context is not None and config.rollout_max_response_len >= context:
+            raise ConfigError(
+                f"rollout_max_response_len={config.rollout_max_response_len}: the model of hf_checkpoint="
+                f"{config.hf_checkpoint} sees {context} tokens, prompt included (max_position_embeddings); lower it"
+            )
     if config.apply_chat_template and config.hf_checkpoint is not None:
         tokenizer = load_tokenizer(config.hf_checkpoint)
         for item in (*source.held_out, next(source.rollout())):

@@ -202,6 +202,8 @@ class _JsonLines:
             raise ConfigError(f"{origin}: not UTF-8: {error}") from None
         except RecursionError:
             raise ConfigError(f"{origin}: nested too deep") from None
+        except ValueError as error:  # e.g. a number of thousands of digits
+            raise ConfigError(f"{origin}: {error}") from None
         if not isinstance(row, dict):
             raise ConfigError(f"{origin}: a {type(row).__name__}; every line must be a JSON object")
         return origin, row

@@ -35,11 +35,14 @@ def load_function(setting: str, path: str, parameters: tuple[str, ...]) -> Calla
     if function is None:
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         close = difflib.get_close_matches(name, functions, n=1) or functions[:5]
-        raise ConfigError(f"{named}: {module.__file__} has no {name!r}; it has {', '.join(close) or 'no function'}")
+        where = getattr(module, "__file__", None) or f"the module {module_name}"
+        raise ConfigError(f"{named}: {where} has no {name!r}; it has {', '.join(close) or 'no function'}")
     if not callable(function) or inspect.isclass(function):
         raise ConfigError(f"{named}: {type(function).__name__}, not a function; it must take ({', '.join(parameters)})")
     try:
         inspect.signature(function).bind(*parameters)
+    except ValueError:  # a builtin without a signature: calling it will tell
+        pass
     except TypeError as error:
         raise ConfigError(
             f"{named}: {name}{inspect.signature(function)} cannot be called with ({', '.join(parameters)}): {error}"
@@ -61,7 +64,7 @@ def _import(name: str, named: str) -> Any:
         sys.path.append(os.getcwd())
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that is no module may well exit
         if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
             raise ConfigError(
                 f"{named}: there is no module {error.name!r}; it is looked for in {os.getcwd()} and in PYTHONPATH"

@@ -203,7 +203,7 @@ class CustomGenerate:
             returned = self._function(args, copy.deepcopy(asked), params, **more)
             if inspect.isawaitable(returned):
                 returned = await returned
-        except (Exception, SystemExit) as error:  # sys.exit() would end the actor without a word
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # they would end the actor without a word
             raise CustomFunctionError(
                 f"{self._named}, sample {asked.index} (prompt {asked.prompt!r:.60}): {describe(error, self._function)}"
             ) from error

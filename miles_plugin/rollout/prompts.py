@@ -59,10 +59,20 @@ def load_tokenizer(checkpoint: Path) -> Any:
 
 
 def context_length(checkpoint: Path) -> int | None:
-    """How many tokens the model of a Hugging Face checkpoint directory sees at most; None when it does not say."""
+    """How many tokens the model of a Hugging Face checkpoint directory sees at most; None when it does not say.
+
+    Raises:
+        ConfigError: transformers does not know the model.
+    """
     from transformers import AutoConfig
 
-    return getattr(AutoConfig.from_pretrained(checkpoint).get_text_config(), "max_position_embeddings", None)
+    try:
+        config = AutoConfig.from_pretrained(checkpoint)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"hf_checkpoint={checkpoint}: transformers cannot read its config.json: {str(error).splitlines()[0]}"
+        ) from error
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def to_text(item: Item, tokenizer: Any, config: TrainConfig) -> str:

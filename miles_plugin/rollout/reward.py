@@ -66,7 +66,7 @@ class CustomReward:
             reward = self._function(args, sample)
             if inspect.isawaitable(reward):
                 reward = await reward
-        except (Exception, SystemExit) as error:  # sys.exit() would end the actor without a word
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # they would end the actor without a word
             raise CustomFunctionError(
                 f"{self._named}, sample {sample.index} ({sample.response!r:.60}): {describe(error, self._function)}"
             ) from error

@@ -43,7 +43,7 @@ def test_a_listener_that_is_no_master(tmp_path: Path, marked: Marked) -> None:
     ("arguments", "expected"),
     [
         (["--num-rolout", "3"], "--num-rollout"),
-        (["--rollout-batch-size", "7"], "rollout_batch_size=7"),
+        (["--rollout-batch-size", "7"], "rollout_batch_size=7 .*rollout_batch_size from the command line"),
         (["--hf-checkpoint", "/nowhere"], "hf_checkpoint=/nowhere"),
         (["--task", "spell_backwards"], "spell_backward"),
         (["--report", "/dev/null/x"], "report=/dev/null/x"),
@@ -54,12 +54,12 @@ def test_a_listener_that_is_no_master(tmp_path: Path, marked: Marked) -> None:
         ([*MOONCAKE, '{"protocol": "tcp", "master_server_address": ""}'], "master_server_address = ''"),
         ([*MOONCAKE, '{"protocl": "tcp"}'], "did you mean 'protocol'"),
         ([*MOONCAKE, '{"protocol": "tcp", "global_segment_size": "9000gb"}'], "MemTotal"),
-        ([*MOONCAKE, '{"protocol": "rdma"}'], "no RDMA device"),
+        ([*MOONCAKE, '{"protocol": "rdma"}'], "no RDMA device.*protocol from the command line"),
         ([*MOONCAKE, '{"protocol": "tcp",'], "not JSON at character 19"),
     ],
 )
 def test_a_wrong_setting(arguments: list[str], expected: str, tmp_path: Path, marked: Marked) -> None:
-    assert expected in refused(arguments, tmp_path, marked)
+    assert re.search(expected, refused(arguments, tmp_path, marked))
 
 
 def test_the_variable_that_is_not_read(tmp_path: Path, marked: Marked, monkeypatch: pytest.MonkeyPatch) -> None:

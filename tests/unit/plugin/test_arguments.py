@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from miles_plugin.arguments import GROUPS, TrainConfig
-from miles_plugin.arguments_sources import load_config
+from miles_plugin.arguments_sources import load_config, load_config_and_origins, with_origins
 from mooncake_store.errors import ConfigError
 
 
@@ -47,6 +47,20 @@ def test_a_variable_of_mooncake_s_wins_over_the_file_and_loses_to_a_flag(
     assert load_config([*argv, *flag]).mooncake_store_init_kwargs == {"protocol": "tcp", "device_name": "a"}
     monkeypatch.setenv("MILES_MOONCAKE_MOONCAKE_STORE_INIT_KWARGS", '{"protocol": "tcp"}')
     assert load_config(argv).mooncake_store_init_kwargs == {"protocol": "tcp", "device_name": "a"}
+
+
+def test_an_error_found_later_says_where_its_settings_came_from(
+    yaml_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MILES_MOONCAKE_SEED", "3")
+    argv = ["--config", str(yaml_file), "--lr", "1", "--mooncake-store-init-kwargs", '{"device_name": "b"}']
+    _, origins = load_config_and_origins(argv)
+    message = with_origins("lr=1, seed=3, num_rollout=3, device_name = 'b', protocol = 'tcp', min_lr=0", origins)
+    assert message.endswith(
+        f"[lr from the command line, device_name from the command line, seed from the environment, num_rollout from "
+        f"{yaml_file}, protocol from {yaml_file}]"
+    )
+    assert with_origins("nothing named", origins) == "nothing named"
 
 
 def test_defaults_are_those_of_miles() -> None:

@@ -18,8 +18,9 @@ from miles_plugin.arguments_sources import load_config
 from miles_plugin.checkpoint import Progress
 from miles_plugin.version import VersionAuthority
 from mooncake_store.errors import ConfigError
+from tests.report_samples import make_finished_report
 
-REPORT = {"run_id": "first"}
+REPORT = make_finished_report().to_dict()
 
 
 def config(*argv: str) -> TrainConfig:
@@ -38,6 +39,7 @@ POLICY = make_policy(Path(tempfile.mkdtemp()), num_hidden_layers=2)
 def save(directory: Path, number: int, argv: tuple[str, ...] = (), version: int = 3) -> Path:
     partial = checkpoint.begin(directory, number)
     (partial / "state").write_text(f"state after {number}")
+    (partial / ".metadata").touch()
     progress = Progress("real", number, {"cursor": 8 * number}, version, str(POLICY))
     return checkpoint.commit(partial, progress, config("--save", str(directory), *argv), REPORT)
 
@@ -50,7 +52,7 @@ def test_what_was_saved_is_found_again(tmp_path: Path) -> None:
     assert resume is not None
     assert resume.directory == saved
     assert resume.progress == Progress("real", 4, {"cursor": 32}, 3, str(POLICY))
-    assert resume.report == REPORT
+    assert resume.report["run_id"] == REPORT["run_id"]
     assert (resume.directory / "state").read_text() == "state after 4"
     earlier = checkpoint.find(config("--load", str(tmp_path / "iter_0000002")))
     assert earlier is not None
@@ -175,6 +177,9 @@ def test_the_save_directory_of_another_run_is_refused(tmp_path: Path) -> None:
     saved = save(tmp_path, 2)
     with pytest.raises(ConfigError, match=r"save=.*another run.*--load"):
         checkpoint.check_save(config("--save", str(tmp_path)))
+    below = ["--save", str(tmp_path), "--load", str(tmp_path / "other")]
+    with pytest.raises(ConfigError, match="another run"):
+        checkpoint.check_save(config(*below))
     for load in (tmp_path, saved):
         checkpoint.check_save(config("--save", str(tmp_path), "--load", str(load)))
     (tmp_path / "file").touch()
@@ -193,6 +198,11 @@ def test_the_save_directory_of_another_run_is_refused(tmp_path: Path) -> None:
         (lambda saved: (saved / "job.json").write_text("{"), "not a complete checkpoint"),
         (lambda saved: (saved / "job.json").write_text('{"format": 1}'), "not a complete checkpoint"),
         (lambda saved: (saved / "report.json").unlink(), "not a complete checkpoint"),
+        (lambda saved: (saved / "report.json").write_text("{}"), "report.json: format None"),
+        (lambda saved: (saved / ".metadata").unlink(), "not a complete checkpoint"),
+        (lambda saved: (saved.parent / "versions.log").write_text("x\n"), "versions.log, line 1"),
+        (lambda saved: (saved.parent / checkpoint.LATEST).write_bytes(b"\xff"), "no complete checkpoint"),
+        (lambda saved: (saved.parent / checkpoint.LATEST).write_text("1" * 5000), "no complete checkpoint"),
         (
             lambda saved: (saved / "job.json").write_text(
                 json.dumps({**json.loads((saved / "job.json").read_text()), "format": 2})

@@ -56,6 +56,11 @@ def test_the_ray_backend_needs_neither_master_nor_segment() -> None:
 
 def test_a_larger_checkpoint_needs_more_memory(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"transformers cannot read its config\.json"):
+        planned("--hf-checkpoint", str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(ConfigError, match=r"rollout_max_response_len=999999: .* sees 32768 tokens"):
+        planned("--hf-checkpoint", str(tmp_path), "--rollout-max-response-len", "999999")
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(2 * 1024**3)  # sparse
     large, tiny = planned("--hf-checkpoint", str(tmp_path)), planned()

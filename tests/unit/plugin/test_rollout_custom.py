@@ -363,6 +363,7 @@ def test_functions_are_found_in_the_working_directory(tmp_path: Path, monkeypatc
         ("mine.reward", "def reward(sample): ...", r"reward\(sample\) cannot be called with \(args, sample\)"),
         ("mine.reward", "def reward(args, sample, *, key): ...", r"cannot be called.*'key'"),
         ("mine.reward", "x = 1\ny = x / 0", r"importing mine failed: ZeroDivisionError.*mine\.py:2: y = x / 0"),
+        ("mine.reward", "import sys\nsys.exit(0)", r"importing mine failed: SystemExit: 0 .*mine\.py:2"),
         ("mine.reward", "def reward(:", r"importing mine failed: SyntaxError.*mine\.py:1"),
         ("mine.reward", "import nothing_like_it", r"No module named 'nothing_like_it'.*mine\.py:1"),
         ("mine.reward", "from miles.utils.types import Sample", r"here in miles_plugin\.rollout\.custom"),
