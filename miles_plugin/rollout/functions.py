@@ -51,6 +51,19 @@ def load_function(setting: str, path: str, parameters: tuple[str, ...]) -> Calla
     return found
 
 
+async def call_function(function: Callable[..., Any], where: str, *arguments: Any, **options: Any) -> Any:
+    """What an ordinary or an async function returns.
+
+    Raises:
+        CustomFunctionError: it raised; the message begins with `where` and names its line.
+    """
+    try:
+        returned = function(*arguments, **options)
+        return await returned if inspect.isawaitable(returned) else returned
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # they would end the actor without a word
+        raise CustomFunctionError(f"{where}: {describe(error, function)}") from error
+
+
 def describe(error: BaseException, function: Callable[..., Any]) -> str:
     """The error in one line, with the last line of the function's own file that it passed through."""
     frames = traceback.extract_tb(error.__traceback__)

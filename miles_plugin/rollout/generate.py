@@ -15,7 +15,7 @@ from miles_plugin.engines.routed_experts import decode, read_routing
 from miles_plugin.engines.sglang import AsyncHTTP, EngineError, SGLangEngine
 from miles_plugin.rollout.accept import accept
 from miles_plugin.rollout.custom import CONCURRENCY_PER_ENGINE, Call, arguments, current_call, for_engine
-from miles_plugin.rollout.functions import CustomFunctionError, describe, load_function
+from miles_plugin.rollout.functions import call_function, load_function
 from miles_plugin.rollout.prompts import Item, PromptSource, context_length, load_tokenizer, to_text
 from miles_plugin.rollout.reward import load_reward
 from miles_plugin.rollout.sample import Sample
@@ -199,14 +199,8 @@ class CustomGenerate:
             CustomFunctionError: it raised, or returned what cannot be trained on.
         """
         more = {"evaluation": evaluation} if self._wants_evaluation else {}
-        try:
-            returned = self._function(args, copy.deepcopy(asked), params, **more)
-            if inspect.isawaitable(returned):
-                returned = await returned
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # they would end the actor without a word
-            raise CustomFunctionError(
-                f"{self._named}, sample {asked.index} (prompt {asked.prompt!r:.60}): {describe(error, self._function)}"
-            ) from error
+        where = f"{self._named}, sample {asked.index} (prompt {asked.prompt!r:.60})"
+        returned = await call_function(self._function, where, args, copy.deepcopy(asked), params, **more)
         return accept(asked, returned, call.weight_versions, self._named)
 
 

@@ -1,12 +1,11 @@
 """What a response is worth: the user's own function, a math answer's correctness, or the task's own verifier."""
 
-import inspect
 from argparse import Namespace
 from typing import Protocol
 
 from miles_plugin.arguments import TrainConfig
 from miles_plugin.rollout.accept import check_reward
-from miles_plugin.rollout.functions import CustomFunctionError, describe, load_function
+from miles_plugin.rollout.functions import call_function, load_function
 from miles_plugin.rollout.prompts import Item, PromptSource
 from miles_plugin.rollout.sample import Sample
 from miles_plugin.rollout.task import Task
@@ -62,14 +61,8 @@ class CustomReward:
         self._function = load_function("custom_rm_path", path, ("args", "sample"))
 
     async def __call__(self, args: Namespace, sample: Sample, item: Item) -> float:  # noqa: ARG002
-        try:
-            reward = self._function(args, sample)
-            if inspect.isawaitable(reward):
-                reward = await reward
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # they would end the actor without a word
-            raise CustomFunctionError(
-                f"{self._named}, sample {sample.index} ({sample.response!r:.60}): {describe(error, self._function)}"
-            ) from error
+        where = f"{self._named}, sample {sample.index} ({sample.response!r:.60})"
+        reward = await call_function(self._function, where, args, sample)
         return check_reward(reward, self._named, sample.index)
 
     def close(self) -> None:
