@@ -225,6 +225,13 @@ def test_the_documentation_of_json_lines_names_every_key() -> None:
     assert set(KEYS) | set().union(*KEYS.values()) <= documented
 
 
+def drawn(live: LiveProgress, width: int) -> str:
+    """The panel on a console of its own: the live one is redrawn by a thread at any moment."""
+    console = Console(file=io.StringIO(), width=width, record=True, force_terminal=True)
+    console.print(live._panel())
+    return console.export_text()
+
+
 @pytest.mark.parametrize("width", [1, 10, 24, 40, 80, 200])
 def test_the_panel_fits_any_terminal_and_report(report: Report, width: int, tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=width, record=True, force_terminal=True)
@@ -237,9 +244,7 @@ def test_the_panel_fits_any_terminal_and_report(report: Report, width: int, tmp_
             live.arm_started(arm, 4)
             live.phase_started("generate")
             live.step_finished(report, arm)
-        console.export_text()
-        console.print(live._panel())
-        panel = console.export_text().splitlines()
+        panel = drawn(live, width).splitlines()
     finally:
         live.run_finished(report)
     assert max(map(cell_len, panel)) <= width
@@ -252,9 +257,7 @@ def test_the_panel_says_what_is_going_on(tmp_path: Path) -> None:
     live.run_started(report, tmp_path)
     live.arm_started(report.arms["shuffled"], 8)
     live.phase_started("train")
-    console.export_text()
-    console.print(live._panel())
-    panel = console.export_text()
+    panel = drawn(live, 120)
     live.run_finished(report)
     for expected in (
         "spell_backward · ray · run-1", "4/8", "shuffled control (2 of 2)", "train", "0.250", "0.200 (-0.200)", "▁",
