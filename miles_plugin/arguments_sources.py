@@ -26,14 +26,47 @@ _METAVARS = {"dict[str,Any]": "JSON", "{Path,null}": "PATH", "Path": "PATH", "{s
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises ConfigError instead of exiting, and names the nearest flag."""
+    """Raises ConfigError instead of exiting, and names the nearest flag, or the flag before a stray value."""
 
     def error(self, message: str) -> NoReturn:
-        if message.startswith("unrecognized arguments: "):
-            unknown = message.removeprefix("unrecognized arguments: ").split()[0].partition("=")[0]
-            flags = [flag for action in self._actions for flag in action.option_strings]
-            message = f"unknown flag {unknown}{_nearest(unknown, flags)}; see {self.prog} --help"
         raise ConfigError(message)
+
+    def parse_settings(self, argv: Sequence[str]) -> argparse.Namespace:
+        parsed, unknown = self.parse_known_args(list(argv))
+        if unknown:
+            self._refuse(unknown[0], argv)
+        return parsed
+
+    def _refuse(self, argument: str, argv: Sequence[str]) -> NoReturn:
+        takes_value = {flag: action.nargs != 0 for action in self._actions for flag in action.option_strings}
+        if re.match(r"-[^\d.]", argument):
+            flag = argument.partition("=")[0]
+            self.error(f"unknown flag {flag}{_nearest(flag, takes_value)}; see {self.prog} --help")
+        before: list[str] = []  # a value of a flag may look like the stray one
+        for previous, current in pairwise(["", *argv]):
+            if current == argument and not takes_value.get(previous):
+                break
+            before.append(current)
+        flag = next((word.partition("=")[0] for word in reversed(before) if word.partition("=")[0] in takes_value), "")
+        takes = f" after {flag}, which takes {'one value' if takes_value[flag] else 'none'}" if flag else ""
+        self.error(f"stray value {argument!r}{takes}; see {self.prog} --help")
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that a mapping has twice: YAML would silently take the last one's value."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if isinstance(key, yaml.ScalarNode) and key.value in lines:
+                raise ConfigError(
+                    f"--config {self.name}: {key.value!r} is set twice, in line {lines[key.value]} and in line {line}; "
+                    "keep one"
+                )
+            lines[str(key.value)] = line
+        return node
 
 
 def load_config(argv: Sequence[str]) -> TrainConfig:
@@ -56,7 +89,7 @@ def load_config_and_origins(argv: Sequence[str]) -> tuple[TrainConfig, dict[str,
     parser, cli = settings_parser()
     _check_json(argv, os.environ)
     _check_environment(os.environ)
-    parsed = parser.parse_args(list(argv))
+    parsed = parser.parse_settings(argv)
     config_path: Path | None = parsed.config
     from_yaml = _read_yaml(config_path) if config_path else {}
     del parsed.config
@@ -72,7 +105,7 @@ def with_origins(message: str, origins: Mapping[str, str]) -> str:
 
 def settings_parser(
     prog: str = "miles-mooncake train",
-) -> tuple[argparse.ArgumentParser, CliSettingsSource[argparse.ArgumentParser]]:
+) -> tuple[_Parser, CliSettingsSource[argparse.ArgumentParser]]:
     """The parser of every setting as a flag, in its groups, and the settings source that takes what it parsed."""
     parser = _Parser(
         prog=prog,
@@ -202,7 +235,8 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text())
+        with path.open() as file:
+            content = yaml.load(file, _Loader)
     except OSError as error:
         raise ConfigError(
             f"--config {path}: {error.strerror}; give the path of a YAML file, e.g. configs/local.yaml"

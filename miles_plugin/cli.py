@@ -14,7 +14,6 @@ from pathlib import Path
 
 import shtab
 
-from miles_plugin import interrupt
 from miles_plugin.arguments_sources import load_config_and_origins, settings_parser, with_origins
 from mooncake_store.errors import ConfigError, StoreUnavailable
 
@@ -31,14 +30,11 @@ class Command:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the console script."""
-    interrupt.install()
+    """Run one command and return the exit status. Signals are the caller's: see `__main__.py`."""
     arguments, rest = _top_parser().parse_known_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    try:
-        from miles_plugin.job import JobFailed
-    except KeyboardInterrupt:
-        return 130
+    from miles_plugin.job import JobFailed
+
     try:
         COMMANDS[arguments.command].run(rest)
     except (ConfigError, StoreUnavailable) as error:
@@ -137,7 +133,3 @@ COMMANDS = {
 def _fail(error: Exception, status: int) -> int:
     print(f"{PROG}: {type(error).__name__}: {error}", file=sys.stderr)
     return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,32 +1,49 @@
-"""Ctrl-C: once ends the job in order, twice ends it at once. Neither leaves a process."""
+"""Ctrl-C: once ends a running job in order, twice, or before it runs, at once. Neither leaves a process."""
 
 import contextlib
 import os
 import signal
 import sys
 from collections.abc import Iterator
-from typing import Any
+from types import FrameType
 
+_in_order = False
 _received = 0
 
 
 def install() -> None:
-    """Handle SIGINT, SIGTERM and SIGHUP: the first raises KeyboardInterrupt, a second ends everything now."""
+    """Handle SIGINT, SIGTERM and SIGHUP: they end the process at once and quietly, with status 130.
+
+    Not by KeyboardInterrupt: in the midst of an import, native code may answer an exception with abort().
+    """
     signal.signal(signal.SIGINT, _handle)
     signal.signal(signal.SIGTERM, _handle)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
-        signal.signal(signal.SIGHUP, _handle)  # the terminal is gone: end in order, with a report
+        signal.signal(signal.SIGHUP, _handle)  # the terminal is gone
 
 
-def _handle(_signal: int, _frame: Any) -> None:
+@contextlib.contextmanager
+def in_order() -> Iterator[None]:
+    """Within the block, the first signal raises KeyboardInterrupt instead: there is something to end in order."""
+    global _in_order
+    _in_order = True
+    try:
+        yield
+    finally:
+        _in_order = False
+
+
+def _handle(_signal: int, _frame: FrameType | None) -> None:
     global _received
     _received += 1
-    if _received == 1:
+    if _in_order and _received == 1:
         with contextlib.suppress(OSError):  # a terminal that hung up
             os.write(sys.stderr.fileno(), b"\nmiles-mooncake: stopping; once more ends everything at once\n")
         raise KeyboardInterrupt
-    kill_descendants()
-    os._exit(130)
+    try:
+        kill_descendants()
+    finally:  # psutil may be missing, or be what is being imported: then nothing has been started yet
+        os._exit(130)
 
 
 class Descendants:

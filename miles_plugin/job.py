@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from miles_plugin import checkpoint
+from miles_plugin import checkpoint, interrupt
 from miles_plugin.arguments import TrainConfig
 from miles_plugin.checkpoint import Progress
 from miles_plugin.parts import PartFailed, Parts, start_parts
@@ -36,7 +36,7 @@ def train(config: TrainConfig) -> Path:
     """
     with contextlib.redirect_stdout(sys.stderr):  # a user's module may print when it is imported
         plan = check(config)
-    with checkpoint.claim(config.save):
+    with interrupt.in_order(), checkpoint.claim(config.save):
         plan = replace(plan, resume=checkpoint.find(config))  # another job may have saved there until the claim
         run_id = config.run_id or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         directory = _report_directory(config, run_id)

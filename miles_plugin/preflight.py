@@ -23,6 +23,7 @@ def check(config: TrainConfig) -> Plan:
     """Raise ConfigError or StoreUnavailable for what cannot work, within seconds; return what will be started."""
     _check_layout(config)
     _check_sizes(config)
+    _check_learning_rate(config)
     _check_checkpoint(config)
     check_save(config)
     check_report(config)
@@ -128,6 +129,14 @@ def _check_sizes(config: TrainConfig) -> None:
         raise ConfigError(
             f"rollout_num_gpus={config.rollout_num_gpus} must be a multiple of "
             f"rollout_num_gpus_per_engine={config.rollout_num_gpus_per_engine}"
+        )
+
+
+def _check_learning_rate(config: TrainConfig) -> None:
+    if config.min_lr > config.lr:
+        raise ConfigError(
+            f"min_lr={config.min_lr} is more than lr={config.lr}: the learning rate decays from lr to min_lr; lower "
+            "min_lr or raise lr"
         )
 
 

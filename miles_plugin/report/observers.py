@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 
-from miles_plugin.arguments import TrainConfig
+from miles_plugin.arguments import TrackingArguments, TrainConfig
 from miles_plugin.report.files import ReportFiles
 from miles_plugin.report.jsonlines import JsonLines
 from miles_plugin.report.observer import Observer
@@ -85,16 +85,24 @@ def check_tracking(config: TrainConfig) -> None:
 
     Raises:
         MissingDependency: a logger that was asked for is not installed.
-        ConfigError: a logger's directory cannot be made, or W&B is to be written online without credentials.
+        ConfigError: a setting of a logger that is off, a logger's directory that cannot be made, or W&B is to be
+            written online without credentials.
     """
+    for flag, prefix in (("use_tensorboard", "tb_"), ("use_wandb", "wandb_")):
+        for name, field in TrackingArguments.model_fields.items():
+            if name.startswith(prefix) and not getattr(config, flag) and getattr(config, name) != field.default:
+                raise ConfigError(
+                    f"{name}={getattr(config, name)} is set without {flag}; add --{flag.replace('_', '-')}, or leave "
+                    f"{name} out"
+                )
     for flag, package in (("use_tensorboard", "tensorboard"), ("use_wandb", "wandb")):
         if getattr(config, flag) and find_spec(package) is None:
             raise MissingDependency(
                 f"{flag}: {package} is not installed; pip install miles-mooncake[{package}], or leave the flag out"
             )
-    for name, used in (("tb_project_name", config.use_tensorboard), ("wandb_dir", config.use_wandb)):
+    for name in ("tb_project_name", "wandb_dir"):
         path: Path | None = getattr(config, name)
-        if used and path is not None:
+        if path is not None:
             _check_directory(name, path.absolute())
     if config.use_wandb and config.wandb_mode == "online":
         from miles_plugin.report.wandb import check_login

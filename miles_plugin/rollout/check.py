@@ -1,18 +1,27 @@
 """What is checked of prompts, reward and custom functions before a job starts anything."""
 
+import logging
 from importlib.util import find_spec
+from itertools import chain, islice
+from pathlib import Path
 
 from miles_plugin.arguments import DataArguments, TaskArguments, TrainConfig
-from miles_plugin.rollout.prompts import context_length, load_tokenizer, to_text
+from miles_plugin.rollout.data import PromptData
+from miles_plugin.rollout.prompts import PromptSource, check_length, context_length, load_tokenizer, to_text
 from miles_plugin.rollout.source import open_prompts
 from mooncake_store.errors import ConfigError, MissingDependency
 
+# Characters of prompts that are rendered and tokenized before the job starts: a few seconds' worth.
+_CHECKED_CHARACTERS = 8 * 1024**2
+_log = logging.getLogger(__name__)
+
 
 def check_data(config: TrainConfig) -> None:
-    """Read the prompts, import the custom functions, and render the first prompts as the job will.
+    """Read the prompts, import the custom functions, and render and measure prompts as the job will.
 
     Raises:
-        ConfigError: settings that contradict each other, and what `open_prompts`, `to_text` and `load_function` raise.
+        ConfigError: settings that contradict each other, and what `open_prompts`, `to_text`, `check_length` and
+            `load_function` raise.
     """
     if config.prompt_data is None:
         _check_task_settings(config)
@@ -25,16 +34,31 @@ def check_data(config: TrainConfig) -> None:
     source = open_prompts(config)
     _check_functions(config)
     if config.hf_checkpoint is not None:
-        context = context_length(config.hf_checkpoint)
-        if context is not None and config.rollout_max_response_len >= context:
-            raise ConfigError(
-                f"rollout_max_response_len={config.rollout_max_response_len}: the model of hf_checkpoint="
-                f"{config.hf_checkpoint} sees {context} tokens, prompt included (max_position_embeddings); lower it"
+        _check_prompts(config, source, config.hf_checkpoint)
+
+
+def _check_prompts(config: TrainConfig, source: PromptSource, checkpoint: Path) -> None:
+    """The held-out prompts, then the training prompts of files in the order of the job, as many as are cheap."""
+    context = context_length(checkpoint)
+    if context is not None and config.rollout_max_response_len >= context:
+        raise ConfigError(
+            f"rollout_max_response_len={config.rollout_max_response_len}: the model of hf_checkpoint="
+            f"{checkpoint} sees {context} tokens, prompt included (max_position_embeddings); lower it"
+        )
+    tokenizer = load_tokenizer(checkpoint)
+    training = source.epoch(0) if isinstance(source, PromptData) else islice(source.rollout(), 1)
+    characters = 0
+    for number, item in enumerate(chain(source.held_out, training)):
+        if characters >= _CHECKED_CHARACTERS:
+            _log.warning(
+                "%s: only the first %d prompts, %d of them held out, were checked to fit the model's context; one "
+                "that does not will end the job when its rollout is reached",
+                *(source.name, number, min(number, len(source.held_out))),
             )
-    if config.apply_chat_template and config.hf_checkpoint is not None:
-        tokenizer = load_tokenizer(config.hf_checkpoint)
-        for item in (*source.held_out, next(source.rollout())):
-            to_text(item, tokenizer, config)
+            break
+        text = to_text(item, tokenizer, config)
+        check_length(item, text, tokenizer, context, config)
+        characters += len(text)
 
 
 def _check_task_settings(config: TrainConfig) -> None:

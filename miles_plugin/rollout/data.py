@@ -45,7 +45,7 @@ class PromptData:
             first = range(min(config.held_out_size, len(self._table)))
             self.held_out = [_item(config, *self._table[row], row) for row in first]
         self._held_out_keys = {item.key for item in self.held_out}
-        if not any(item.key not in self._held_out_keys for item in self._epoch(0, 0)):
+        if not any(self.epoch(0)):
             raise ConfigError(
                 f"prompt_data={config.prompt_data}: of its {len(self._table)} items {len(self.held_out)} are held out, "
                 "and no other prompt is left to train on; lower held_out_size, or name eval_prompt_data"
@@ -55,16 +55,19 @@ class PromptData:
         """Endless items for RL; position p is item p % n of epoch p // n, of n items in the files."""
         epoch, offset = divmod(start, len(self._table))
         while True:
-            yield from (item for item in self._epoch(epoch, offset) if item.key not in self._held_out_keys)
+            yield from self.epoch(epoch, offset)
             epoch, offset = epoch + 1, 0
 
-    def _epoch(self, epoch: int, offset: int) -> Iterator[Item]:
+    def epoch(self, epoch: int, offset: int = 0) -> Iterator[Item]:
+        """The training items of one epoch in its order, without those at its first `offset` positions."""
         size = len(self._table)
         order: Sequence[Any] = range(size)
         if self._config.rollout_shuffle:
             order = np.random.default_rng((self._config.seed, epoch)).permutation(size)  # type: ignore[assignment]
         for position in range(offset, size):
-            yield _item(self._config, *self._table[int(order[position])], epoch * size + position)
+            item = _item(self._config, *self._table[int(order[position])], epoch * size + position)
+            if item.key not in self._held_out_keys:
+                yield item
 
 
 def _item(config: TrainConfig, origin: str, row: Row, index: int) -> Item:

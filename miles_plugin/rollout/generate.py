@@ -16,10 +16,9 @@ from miles_plugin.engines.sglang import AsyncHTTP, EngineError, SGLangEngine
 from miles_plugin.rollout.accept import accept
 from miles_plugin.rollout.custom import CONCURRENCY_PER_ENGINE, Call, arguments, current_call, for_engine
 from miles_plugin.rollout.functions import call_function, load_function
-from miles_plugin.rollout.prompts import Item, PromptSource, context_length, load_tokenizer, to_text
+from miles_plugin.rollout.prompts import Item, PromptSource, check_length, context_length, load_tokenizer, to_text
 from miles_plugin.rollout.reward import load_reward
 from miles_plugin.rollout.sample import Sample
-from mooncake_store.errors import ConfigError
 
 # How often a sample is generated that keeps being aborted.
 _TRIES = 3
@@ -66,7 +65,7 @@ class Sampler:
         """
         prompts = [to_text(item, self._tokenizer, self._config) for item in items]
         for item, prompt in zip(items, prompts, strict=True):
-            self._check_length(item, prompt)
+            check_length(item, prompt, self._tokenizer, self._context, self._config)
         params = {
             "max_new_tokens": self._config.rollout_max_response_len,
             "temperature": temperature,
@@ -155,18 +154,6 @@ class Sampler:
         if sample.reward is None and sample.status is not Sample.Status.ABORTED:
             sample.reward = await self._reward(args, sample, item)
         return sample
-
-    def _check_length(self, item: Item, prompt: str) -> None:
-        """The engine would refuse the whole request, and say of no prompt that it is the one."""
-        if self._context is None or len(prompt.encode()) < self._context - self._config.rollout_max_response_len:
-            return  # a token is at least a byte
-        length = len(self._tokenizer.encode(prompt, add_special_tokens=False))
-        if length + self._config.rollout_max_response_len > self._context:
-            raise ConfigError(
-                f"{item.origin or f'item {item.index}'}: a prompt of {length} tokens ({prompt!r:.60}) and "
-                f"rollout_max_response_len={self._config.rollout_max_response_len} exceed the model's context of "
-                f"{self._context} tokens; shorten the prompt or leave it out"
-            )
 
     def _leave_out(self, sample: Sample) -> None:
         sample.tokens = self._encode(sample)

@@ -52,10 +52,19 @@ class PromptSource(Protocol):
 
 @lru_cache
 def load_tokenizer(checkpoint: Path) -> Any:
-    """The tokenizer of a Hugging Face checkpoint directory; loaded once per process."""
+    """The tokenizer of a Hugging Face checkpoint directory; loaded once per process.
+
+    Raises:
+        ConfigError: there is none that transformers can read.
+    """
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(checkpoint)
+    try:
+        return AutoTokenizer.from_pretrained(checkpoint)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"hf_checkpoint={checkpoint}: transformers cannot read its tokenizer: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def context_length(checkpoint: Path) -> int | None:
@@ -98,3 +107,21 @@ def to_text(item: Item, tokenizer: Any, config: TrainConfig) -> str:
     except Exception as error:  # a template is a program of the checkpoint's author
         raise ConfigError(f"{item.origin or item.key[:80]}: the chat template refuses it: {error}") from error
     return text
+
+
+def check_length(item: Item, text: str, tokenizer: Any, context: int | None, config: TrainConfig) -> None:
+    """Raise ConfigError if an item's text and a response exceed `context` tokens, if that is known.
+
+    The engine would refuse the whole request, and say of no prompt that it is the one.
+    """
+    response = config.rollout_max_response_len
+    if context is None or len(text.encode()) <= context - response:
+        return  # a token is at least a byte
+    length = len(tokenizer.encode(text, add_special_tokens=False))
+    if length + response > context:
+        lower = f", or lower rollout_max_response_len to {context - length}" if length < context else ""
+        raise ConfigError(
+            f"{item.origin or f'item {item.index}'}: a prompt of {length} tokens ({text!r:.60}); allowed are "
+            f"{context - response}: the model's context of {context} less rollout_max_response_len={response}; shorten "
+            f"the prompt, leave it out{lower}"
+        )

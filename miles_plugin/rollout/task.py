@@ -8,6 +8,7 @@ from mooncake_store.errors import ConfigError
 
 # reasoning-gym seeds item i with `seed + i`: streams this far apart never share an item's seed.
 _STREAM_STRIDE = 1 << 28
+_WELL_KNOWN = ("basic_arithmetic", "chain_sum", "countdown", "spell_backward", "sudoku")
 _HELD_OUT, _VALIDATION, _WARM_START, _ROLLOUT = range(4)
 
 
@@ -60,7 +61,11 @@ def _dataset(name: str, settings: Mapping[str, Any], seed: int) -> Any:
         import difflib
 
         close = difflib.get_close_matches(name, DATASETS, n=3)
-        raise ConfigError(f"task={name!r}: not a reasoning-gym dataset; nearest: {', '.join(close) or 'none'}")
+        some = f"nearest: {', '.join(close)}" if close else f"some are {', '.join(_WELL_KNOWN)}"
+        raise ConfigError(
+            f"task={name!r}: not one of the {len(DATASETS)} reasoning-gym datasets; {some}; all: python -c "
+            "'from reasoning_gym.factory import DATASETS; print(*sorted(DATASETS))'"
+        )
     try:
         return reasoning_gym.create_dataset(name, size=_STREAM_STRIDE, seed=seed, **settings)
     except (TypeError, AssertionError, ValueError) as error:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-COMMAND = [sys.executable, "-m", "miles_plugin.cli", "train"]
+COMMAND = [sys.executable, "-m", "miles_plugin", "train"]
 # Too small to learn, with a checkpoint of its own: half a minute to start, a second per rollout.
 SMALL = [
     "--config", "configs/local.yaml", "--rollout-batch-size", "8", "--num-steps-per-rollout", "2",

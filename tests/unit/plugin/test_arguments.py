@@ -103,6 +103,13 @@ def test_what_was_resolved_reads_back_the_same(yaml_file: Path, tmp_path: Path) 
         (["--lr", "inf"], "", {}, ["lr", "'inf'", "finite number"]),
         ([], "clip_grad: .nan", {}, ["clip_grad", "finite number"]),
         (["--save", ""], "", {}, ["save", "the path is empty"]),
+        (["--num-rollout", "3", "5"], "", {}, ["stray value '5' after --num-rollout, which takes one value"]),
+        (["--seed", "5", "--num-rollout=3", "5"], "", {}, ["stray value '5' after --num-rollout,"]),
+        (["--lr", "1", "-5"], "", {}, ["stray value '-5' after --lr"]),
+        (["--dry-run", "true"], "", {}, ["stray value 'true' after --dry-run, which takes none"]),
+        ([], "seed: 1\nlr: 1\nseed: 2", {}, ["job.yaml", "'seed' is set twice, in line 1 and in line 3"]),
+        ([], "task_kwargs:\n  a: 1\n  b: 2\n  a: 1", {}, ["job.yaml", "'a' is set twice, in line 2 and in line 4"]),
+        ([], "task_kwargs: {a: 1, a: 2}", {}, ["'a' is set twice, in line 1 and in line 1"]),
     ],
 )
 def test_a_mistake_is_named_with_its_source(

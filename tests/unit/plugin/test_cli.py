@@ -9,11 +9,6 @@ from miles_plugin import cli
 from miles_plugin.arguments import TrainConfig
 
 
-@pytest.fixture(autouse=True)
-def keep_signal_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("miles_plugin.interrupt.install", lambda: None)
-
-
 def output(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     """Exit status, standard output and standard error of one command."""
     try:

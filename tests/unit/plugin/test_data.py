@@ -14,6 +14,8 @@ import pyarrow.parquet as pq  # noqa: E402
 
 from miles_plugin.arguments import TrainConfig  # noqa: E402
 from miles_plugin.arguments_sources import load_config  # noqa: E402
+from miles_plugin.rollout import check  # noqa: E402
+from miles_plugin.rollout.check import check_data  # noqa: E402
 from miles_plugin.rollout.data import PromptData  # noqa: E402
 from miles_plugin.rollout.prompts import to_text  # noqa: E402
 from mooncake_store.errors import ConfigError  # noqa: E402
@@ -203,3 +205,45 @@ def test_too_few_items_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="of its 4 items 4 are held out"):
         PromptData(config(path, held_out=5))
     assert len(PromptData(config(path, held_out=3)).held_out) == 3
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a model that sees 1024 tokens, one per character."""
+    pytest.importorskip("torch", reason="the extra `train` is not installed")
+    from miles_plugin.training.tiny_policy import build_model, build_tokenizer, save_checkpoint
+
+    directory = tmp_path_factory.mktemp("checkpoint")
+    save_checkpoint(build_model(32, 1, seed=0), build_tokenizer(), directory)
+    return directory
+
+
+@pytest.mark.parametrize(("name", "write"), WRITERS)
+@pytest.mark.parametrize(("row", "held_out"), [(19, 4), (2, 4), (5, 1)])
+def test_a_prompt_that_leaves_no_room_is_named_before_the_job_starts(
+    name: str, write: Callable[[Path, Rows], Path], row: int, held_out: int, checkpoint: Path, tmp_path: Path
+) -> None:
+    content = rows(20)
+    content[row]["input"] = "1" * 1009
+    path = write(tmp_path / name, content)
+    settings = ["--hf-checkpoint", str(checkpoint), "--rollout-shuffle"]
+    where = f"{path}, {f'line {row + 1}' if path.suffix == '.jsonl' else f'row {row}'}"
+    expected = (
+        rf"^{re.escape(where)}: a prompt of 1009 tokens .*allowed are 1008: .*context of 1024 less "
+        "rollout_max_response_len=16; .*lower rollout_max_response_len to 15$"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        check_data(config(path, *settings, held_out=held_out))
+    check_data(config(path, *settings, "--rollout-max-response-len", "15", held_out=held_out))
+
+
+def test_of_many_prompts_the_first_are_measured_and_that_is_said(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    content = rows(20)
+    content[-1]["input"] = "1" * 2000
+    settings = config(write_jsonl(tmp_path / "x.jsonl", content), "--hf-checkpoint", str(checkpoint))
+    monkeypatch.setattr(check, "_CHECKED_CHARACTERS", 100)
+    check_data(settings)
+    (warning,) = caplog.messages
+    assert warning.startswith("x.jsonl, 20 items: only the first 10 prompts, 4 of them held out, were checked")

@@ -23,11 +23,24 @@ child = "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, sig
         "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True); " \\
         "print('ready', flush=True); time.sleep(600)"
 subprocess.Popen([sys.executable, "-c", child], start_new_session=True)
-try:
-    time.sleep(600)
-except KeyboardInterrupt:
-    print("cleaning up", flush=True)
-    time.sleep(600)
+with interrupt.in_order():
+    try:
+        time.sleep(600)
+    except KeyboardInterrupt:
+        print("cleaning up", flush=True)
+        time.sleep(600)
+"""
+
+
+IMPORTING = """
+import os, runpy, signal, sys
+module, sys.argv[1:] = sys.argv[1], ["train", "--dry-run"]
+class CtrlC:
+    def find_spec(self, name, path=None, target=None):
+        if name == module:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, CtrlC())
+runpy.run_module("miles_plugin", run_name="__main__", alter_sys=True)
 """
 
 
@@ -81,3 +94,30 @@ def test_the_second_one_ends_every_process_at_once(signals: tuple[int, int]) -> 
             os.kill(pid, signal.SIGKILL)
         parent.wait()
     assert "once more ends everything at once" in parent.stderr.read()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("module", ["argparse", "pydantic", "shtab", "miles_plugin.job", "torch._C", "reasoning_gym"])
+def test_ctrl_c_while_the_command_imports_is_quiet(module: str) -> None:
+    pytest.importorskip(module.partition(".")[0], reason="the extra `train` is not installed")
+    done = subprocess.run([sys.executable, "-c", IMPORTING, module], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("signals_before", [0, 1])
+def test_in_order_ends_with_its_block(signals_before: int) -> None:
+    code = f"""
+import os, signal
+from miles_plugin import interrupt
+interrupt.install()
+try:
+    with interrupt.in_order():
+        for _ in range({signals_before}):
+            os.kill(os.getpid(), signal.SIGINT)
+except KeyboardInterrupt:
+    pass
+os.kill(os.getpid(), signal.SIGINT)
+print("not reached")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert ("once more" in done.stderr) == (signals_before == 1)

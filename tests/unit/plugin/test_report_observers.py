@@ -301,6 +301,21 @@ def test_a_missing_extra_is_named(flag: str, package: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "flag"),
+    [
+        ("tb_project_name", "logs", "--use-tensorboard"),
+        ("wandb_mode", "online", "--use-wandb"),
+        ("wandb_project", "p", "--use-wandb"),
+        ("wandb_group", "g", "--use-wandb"),
+        ("wandb_dir", "logs", "--use-wandb"),
+    ],
+)
+def test_a_setting_of_a_logger_that_is_off_is_refused(name: str, value: str, flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}={value} is set without .*; add {flag}, or leave {name} out"):
+        check_tracking(load_config([f"--{name.replace('_', '-')}", value]))
+
+
+@pytest.mark.parametrize(
     ("flags", "name"),
     [(["--use-tensorboard", "--tb-project-name"], "tb_project_name"), (["--use-wandb", "--wandb-dir"], "wandb_dir")],
 )

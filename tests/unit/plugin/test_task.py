@@ -4,7 +4,7 @@ from itertools import islice
 
 import pytest
 
-from miles_plugin.rollout.task import Task
+from miles_plugin.rollout.task import _WELL_KNOWN, Task
 from mooncake_store.errors import ConfigError
 
 pytest.importorskip("reasoning_gym", reason="the extra `train` is not installed")
@@ -48,6 +48,7 @@ def test_the_verifier_decides() -> None:
     ("name", "settings", "expected"),
     [
         ("chain_summ", {}, "nearest: chain_sum"),
+        ("nonsense", {}, "some are basic_arithmetic, .*; all: python -c 'from reasoning_gym"),
         ("chain_sum", {"min_term": 3}, "min_term"),
         ("chain_sum", {"min_digits": -1}, "min_digits"),
         ("chain_sum", SMALL, "distinct questions"),
@@ -56,3 +57,9 @@ def test_the_verifier_decides() -> None:
 def test_what_cannot_be_made_is_a_config_error(name: str, settings: dict[str, object], expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         Task(name, settings, held_out_size=1000, seed=0)
+
+
+def test_the_tasks_that_are_suggested_exist() -> None:
+    from reasoning_gym.factory import DATASETS
+
+    assert set(_WELL_KNOWN) <= set(DATASETS)
