@@ -158,7 +158,7 @@ def test_a_terminal_shows_a_panel_with_messages_above_it(
     assert "Traceback" not in above
     if columns == 100:
         assert shown[top + 1].startswith("│ rollout   ━")
-        assert "2/2  ETA 0 s  real reward" in shown[top + 1]
+        assert "ETA 0 s  2/2  real reward" in shown[top + 1]
 
 
 def test_a_terminal_is_itself_again_after_an_interrupt(terminals: list[Terminal], tmp_path: Path) -> None:

@@ -292,6 +292,9 @@ def test_what_is_returned_need_not_be_of_our_class() -> None:
     assert sample.reward == 1.0
     assert accept(asked, returned(status="pending"), [], "f").status is Sample.Status.COMPLETED
     assert accept(asked, returned(weight_versions=[]), ["4", "5"], "f").weight_versions == ["4", "5"]
+    for reward, expected in ((np.True_, 1.0), (np.False_, 0.0), (np.int32(2), 2.0), (np.float16(0.5), 0.5)):
+        accepted = accept(asked, returned(reward=reward), [], "f").reward
+        assert (type(accepted), accepted) == (float, expected)
     experts = np.zeros((3, 2, 1), np.int64)
     assert accept(asked, returned(rollout_routed_experts=experts), [], "f").rollout_routed_experts is not None
 
@@ -317,6 +320,10 @@ def test_what_is_returned_need_not_be_of_our_class() -> None:
         ({"status": "done"}, r"status is 'done'; allowed are Sample\.Status\.PENDING"),
         ({"reward": float("inf")}, r"the reward is inf; it must be one finite number"),
         ({"reward": {"score": 1}}, r"the reward is \{'score': 1\}"),
+        ({"reward": 1j}, r"the reward is 1j; it must be one finite number"),
+        ({"reward": np.complex64(1)}, r"the reward is .*1\+0j.*; it must be one finite number"),
+        ({"reward": 10**400}, r"the reward is 10*; it must be one finite number"),
+        ({"rollout_log_probs": [-0.5, np.complex64(1)]}, r"rollout_log_probs\[1\] is .*; it must be a number"),
         ({"metadata": "m"}, r"metadata is 'm'; it must be a dict"),
         (
             {"rollout_routed_experts": np.zeros((4, 2, 1), np.int32)},
