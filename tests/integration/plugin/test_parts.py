@@ -1,7 +1,10 @@
 """Parts that fail are named at once: real Ray actors on real raylets, killed and hung on purpose."""
 
 import os
+import pty
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -127,6 +130,48 @@ def test_a_killed_raylet_is_named_though_its_actors_still_answer(
     with pytest.raises(PartFailed, match=rf"^raylet of the {name} ended with status 137; its log \S+raylet\S*\.out "):
         call_for_ever()
     parts.abandon()
+
+
+CLUSTER_THAT_LOSES_A_WORKER = """
+import os, sys, time
+from pathlib import Path
+from miles_plugin.cluster import NodeSpec, local_cluster
+from miles_plugin.report.console import ClaimedStdout
+
+said = Path(sys.argv[1])
+claimed = ClaimedStdout("utf-8")
+with local_cluster(NodeSpec(1), []):
+    import ray
+
+    class Dying:
+        def die(self):
+            os.kill(os.getpid(), 9)
+
+    try:
+        ray.get(ray.remote(Dying).remote().die.remote())
+    except ray.exceptions.RayActorError:
+        pass
+    deadline = time.monotonic() + 60
+    while "(raylet" not in said.read_text() and time.monotonic() < deadline:
+        time.sleep(0.1)
+claimed.release()
+"""
+
+
+def test_ray_leaves_standard_output_alone_and_uses_no_colours(tmp_path: Path) -> None:
+    """On a terminal too, and when a worker has died, of which Ray tells."""
+    said = tmp_path / "stderr"
+    terminal, stdout = pty.openpty()
+    with said.open("w") as stderr:
+        command = [sys.executable, "-c", CLUSTER_THAT_LOSES_A_WORKER, str(said)]
+        subprocess.run(command, stdout=stdout, stderr=stderr, env=os.environ | {"TERM": "dumb"}, timeout=120, check=True)
+    os.set_blocking(terminal, False)
+    with pytest.raises(BlockingIOError):
+        pytest.fail(f"on standard output: {os.read(terminal, 1000)!r}")
+    os.close(stdout)
+    os.close(terminal)
+    assert "(raylet" in said.read_text()
+    assert "\x1b" not in said.read_text()
 
 
 def test_one_device_name_for_different_nodes_is_warned_about() -> None:

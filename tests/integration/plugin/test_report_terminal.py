@@ -201,9 +201,11 @@ def run_in_pipe(directory: Path, *flags: str, **changes: str | None) -> subproce
 def test_a_pipe_gets_lines_without_escape_codes(changes: dict[str, str], tmp_path: Path) -> None:
     done = run_in_pipe(tmp_path, **changes)
     assert "\x1b" not in done.stdout
-    lines = [line for line in done.stdout.splitlines() if "printed by" not in line]
+    lines = done.stdout.splitlines()
     assert [line[:11] for line in lines if line.startswith("rollout")] == ["rollout   0", "rollout   1"]
     assert lines[-1].startswith("finished after")
+    assert "printed by" not in done.stdout
+    assert done.stderr.count("printed by a part") == done.stderr.count("printed by a child") == 2
 
 
 def test_json_has_standard_output_to_itself(tmp_path: Path) -> None:

@@ -304,6 +304,8 @@ def test_the_rest_of_a_run_is_extrapolated_over_both_arms() -> None:
 def test_what_is_asked_for_is_opened(tmp_path: Path) -> None:
     def kinds(*flags: str) -> list[str]:
         opened = open_observers(load_config(flags), tmp_path)
+        assert isinstance(opened._others[0], PlainLines)
+        opened._others[0]._release()
         return [type(observer).__name__ for observer in opened._others]
 
     assert kinds() == ["PlainLines"], "standard output of a test is no terminal"
