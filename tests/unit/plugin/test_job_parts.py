@@ -1,5 +1,6 @@
 """What is decided before and around a job: the plan, the engines' command lines."""
 
+import re
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -12,6 +13,7 @@ from miles_plugin import preflight
 from miles_plugin.arguments_sources import load_config
 from miles_plugin.engines.launch import EngineSpec, command, environment
 from miles_plugin.job import check_digests
+from miles_plugin.parts import SlowCalls
 from miles_plugin.report.record import ShardRecord
 from mooncake_store.errors import ConfigError, IntegrityError
 
@@ -86,6 +88,23 @@ def test_the_job_starts_a_master_only_when_none_is_named(monkeypatch: pytest.Mon
     named = ["--mooncake-store-init-kwargs", '{"protocol": "tcp", "master_server_address": "10.0.0.1:50051"}']
     assert not plan(*MOONCAKE, *named, monkeypatch=monkeypatch).own_master
     assert joined.call_count == joined.return_value.close.call_count == 2
+
+
+def test_a_function_that_runs_for_long_is_said_each_time_that_has_doubled() -> None:
+    said: list[str] = []
+    running: list[float] = []
+    slow = SlowCalls(
+        lambda _waited: ("custom_rm_path=mine.reward, sample 7", running[-1]) if running else None, said.append
+    )
+    for waited in range(1, 1000):
+        if waited == 100:
+            running.append(0.0)
+        slow.look(float(waited))
+        running[-1:] = [seconds + 1.0 for seconds in running[-1:]]
+    assert [int(re.findall(r"after (\d+) s", line)[0]) for line in said] == [60, 120, 240, 480]
+    assert said[0] == (
+        "custom_rm_path=mine.reward, sample 7: still running after 60 s, which nothing limits; Ctrl-C ends the job"
+    )
 
 
 def test_a_gpu_engine_is_the_ordinary_server_and_never_meets_the_cpu_recipe() -> None:

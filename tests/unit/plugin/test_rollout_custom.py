@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -18,7 +19,7 @@ from miles_plugin.arguments_sources import load_config
 from miles_plugin.engines.sglang import AsyncHTTP, EngineError, SGLangEngine
 from miles_plugin.rollout.accept import accept
 from miles_plugin.rollout.check import check_data
-from miles_plugin.rollout.functions import CustomFunctionError, load_function
+from miles_plugin.rollout.functions import CustomFunctionError, load_function, longest_call
 from miles_plugin.rollout.generate import Sampler
 from miles_plugin.rollout.prompts import Item
 from miles_plugin.rollout.sample import Sample
@@ -264,6 +265,28 @@ def test_a_failing_function_is_named_with_its_line_and_ends_the_others(
     assert not finished
     with pytest.raises(CustomFunctionError, match=r"user_functions\.reward, sample 20 \('42'\): KeyError: 'score'"):
         run(engines(right), *REWARD)
+
+
+def test_what_is_running_is_known_by_name(run: Callable[..., list[Sample]], user: ModuleType) -> None:
+    seen = []
+
+    async def reward(args: Any, sample: Any) -> float:
+        await asyncio.sleep(0)  # so that all have begun
+        seen.append(longest_call(clock=lambda: time.monotonic() + 75))
+        return 1.0
+
+    def failing(args: Any, sample: Any) -> float:
+        raise KeyError
+
+    user.reward = reward  # type: ignore[attr-defined]
+    run(engines(right), *REWARD)
+    where, seconds = seen[0] or ("", 0.0)
+    assert "custom_rm_path=user_functions.reward, sample 20 ('42')" in where
+    assert seconds >= 75
+    user.reward = failing  # type: ignore[attr-defined]
+    with pytest.raises(CustomFunctionError):
+        run(engines(right), *REWARD)
+    assert longest_call() is None
 
 
 def test_an_engine_that_is_gone_is_named(run: Callable[..., list[Sample]], user: ModuleType) -> None:
