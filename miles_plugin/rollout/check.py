@@ -1,18 +1,24 @@
 """What is checked of prompts, reward and custom functions before a job starts anything."""
 
+from collections.abc import Mapping
 from importlib.util import find_spec
+from typing import Any
 
 from miles_plugin.arguments import DataArguments, TaskArguments, TrainConfig
 from miles_plugin.rollout.prompts import context_length, load_tokenizer, to_text
-from miles_plugin.rollout.source import open_prompts
+from miles_plugin.rollout.source import check_same_prompts, open_prompts
 from mooncake_store.errors import ConfigError, MissingDependency
 
 
-def check_data(config: TrainConfig) -> None:
+def check_data(config: TrainConfig, state: Mapping[str, Any] | None = None) -> None:
     """Read the prompts, import the custom functions, and render the first prompts as the job will.
 
+    Args:
+        state: of the manager of the job to go on from, if there is one.
+
     Raises:
-        ConfigError: settings that contradict each other, and what `open_prompts`, `to_text` and `load_function` raise.
+        ConfigError: settings that contradict each other, other prompts than `state` was taken of, and what
+            `open_prompts`, `to_text` and `load_function` raise.
     """
     if config.prompt_data is None:
         _check_task_settings(config)
@@ -23,6 +29,8 @@ def check_data(config: TrainConfig) -> None:
     if config.apply_chat_template_kwargs and not config.apply_chat_template:
         raise ConfigError("apply_chat_template_kwargs is set without apply_chat_template; add that, or leave it out")
     source = open_prompts(config)
+    if state is not None:
+        check_same_prompts(config, source, state)
     _check_functions(config)
     if config.hf_checkpoint is not None:
         context = context_length(config.hf_checkpoint)

@@ -9,13 +9,15 @@ import pytest
 pytest.importorskip("torch", reason="the extra `train` is not installed")
 pytest.importorskip("ray", reason="the extra `train` is not installed")
 
-from miles_plugin import preflight
-from miles_plugin.arguments_sources import load_config
+from miles_plugin import checkpoint, cli, job, preflight
+from miles_plugin.arguments_sources import load_config, load_config_and_origins
+from miles_plugin.checkpoint import Progress
 from miles_plugin.engines.launch import EngineSpec, command, environment
 from miles_plugin.job import check_digests
 from miles_plugin.parts import SlowCalls
 from miles_plugin.report.record import ShardRecord
 from mooncake_store.errors import ConfigError, IntegrityError
+from tests.report_samples import make_report
 
 MOONCAKE = ["--object-store-backend", "mooncake"]
 
@@ -68,6 +70,53 @@ def test_a_local_job_needs_one_segment_that_is_not_empty(monkeypatch: pytest.Mon
     empty = ["--mooncake-store-init-kwargs", '{"protocol": "tcp", "global_segment_size": 0}']
     with pytest.raises(ConfigError, match="global_segment_size=0"):
         plan(*MOONCAKE, *empty, monkeypatch=monkeypatch)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> list[str]:
+    """Flags that resume a job which saved after its second rollout."""
+    (tmp_path / "config.json").write_text("{}")
+    partial = checkpoint.begin(tmp_path / "saved", 2)
+    (partial / ".metadata").touch()
+    progress = Progress("real", 2, {"cursor": 64, "prompts": "spell_backward"}, 3, str(tmp_path))
+    report = make_report("--rm-type", "math").to_dict()
+    checkpoint.commit(partial, progress, load_config([]), report)
+    return ["--load", str(tmp_path / "saved")]
+
+
+def test_a_job_that_is_done_starts_nothing_and_is_no_error(
+    saved: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("miles_plugin.interrupt.install", lambda: None)
+    for flags in ([], ["--dry-run"], ["--save", saved[1]]):
+        assert cli.main(["train", *saved, "--num-rollout", "2", *flags]) == 0
+        out, error = capsys.readouterr()
+        assert not out
+        assert "nothing to do" in error
+        assert not (tmp_path / "runs").exists()
+
+
+def test_a_job_that_goes_on_is_checked_against_what_was_saved(
+    saved: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("miles_plugin.interrupt.install", lambda: None)
+    assert cli.main(["train", *saved, "--dry-run"]) == 0
+    assert "rm_type 'math' -> None (from the defaults)" in " ".join(capsys.readouterr().out.split())
+    record = Path(saved[1]) / "iter_0000002" / "job.json"
+    record.write_text(record.read_text().replace('"prompts": "spell_backward"', '"prompts": "20 items, content 0"'))
+    assert cli.main(["train", *saved, "--dry-run"]) == 2
+    assert "had the prompts '20 items, content 0', task=spell_backward gives" in capsys.readouterr().err
+
+
+def test_a_job_that_goes_on_says_what_has_changed(
+    saved: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(job, "_run", lambda *_: None)
+    settings, origins = load_config_and_origins([*saved, "--lr", "1e-5", "--report", str(tmp_path / "report")])
+    job.train(settings, origins)
+    changed = "rm_type 'math' -> None (from the defaults), lr 0.0001 -> 1e-05 (from the command line)"
+    assert f"warning: changed since {saved[1]}/iter_0000002 was saved: {changed}\n" in capfd.readouterr().out
 
 
 def test_a_shard_that_arrives_changed_stops_the_job() -> None:
