@@ -128,6 +128,11 @@ class TaskArguments(BaseModel):
         "not rise); both: the real reward, then the control from the same checkpoint, in one report",
     )
 
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """What the report calls the trainings of one job, in order."""
+        return {"none": ("real",), "shuffled": ("shuffled",), "both": ("real", "shuffled")}[self.reward_control]
+
 
 class RolloutArguments(BaseModel):
     """rollout: how samples are generated"""

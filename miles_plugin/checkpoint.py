@@ -21,7 +21,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from miles_plugin.arguments import DataArguments, PolicyArguments, TaskArguments, TrainConfig
+from miles_plugin.arguments import (
+    DataArguments,
+    PolicyArguments,
+    RewardArguments,
+    RolloutArguments,
+    TaskArguments,
+    TrainConfig,
+    TrainingArguments,
+)
 from miles_plugin.report.record import Report, finite
 from miles_plugin.version import VersionAuthority
 from mooncake_store.errors import ConfigError
@@ -33,11 +41,26 @@ _JOB, _REPORT, _LOCK = "job.json", "report.json", "lock"
 _NAME = re.compile(r"iter_\d{7}")
 # Of a model's config.json what says nothing about its shape.
 _NOT_SHAPE = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"}
+# Recorded, but compared by content: the files may have moved.
+_PATHS = {"hf_checkpoint", "prompt_data", "eval_prompt_data"}
 # What decides the items, their order and the model: a run that changed these would not go on, it would be another run.
 _SHARED_SETTINGS = (
     *(name for name in PolicyArguments.model_fields if name.startswith("tiny_")),
     *DataArguments.model_fields, *TaskArguments.model_fields, "seed", "hf_checkpoint",
 )  # fmt: skip
+
+
+# What may change, but makes the curve before and after one of two experiments.
+_EXPERIMENT = [
+    name
+    for group in (RewardArguments, RolloutArguments, TrainingArguments)
+    for name in group.model_fields
+    if name not in ("num_rollout", "eval_interval", *_SHARED_SETTINGS)
+]
+
+
+class AlreadyDone(Exception):
+    """The checkpoint to go on from is after the last rollout; the message says where, and how to go on."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +114,7 @@ def find(config: TrainConfig) -> Resume | None:
 
     Raises:
         ConfigError: there is no complete checkpoint, or it belongs to a job with other settings.
+        AlreadyDone: nothing is left to do.
     """
     directory = config.load
     if directory is None:
@@ -106,7 +130,24 @@ def find(config: TrainConfig) -> Resume | None:
     resume = _read(directory)
     _check_settings(resume, config)
     _check_model(resume, config)
+    done = resume.progress.rollouts_done
+    if resume.progress.arm == config.arms[-1] and done >= config.num_rollout:
+        raise AlreadyDone(
+            f"nothing to do: load={resume.directory}, saved by run {resume.report['run_id']}, has all {done} rollouts; "
+            f"num_rollout={config.num_rollout} asks for no more, a larger --num-rollout goes on from there"
+        )
     return resume
+
+
+def changes(resume: Resume, config: TrainConfig, origins: Mapping[str, str]) -> list[str]:
+    """Settings that count from here on and that the job which saved did not have: name, old and new value, and where
+    the new one comes from, by `origins` (see `load_config_and_origins`)."""
+    before, now = resume.report["config"], config.model_dump(mode="json")
+    return [
+        f"{name} {before[name]!r} -> {now[name]!r} (from {origins.get(name, 'the defaults')})"
+        for name in _EXPERIMENT
+        if name in before and before[name] != now[name]
+    ]
 
 
 def check_save(config: TrainConfig) -> None:
@@ -232,7 +273,7 @@ def _read(directory: Path) -> Resume:
 
 def _check_settings(resume: Resume, config: TrainConfig) -> None:
     now = config.model_dump(mode="json")
-    compared = [name for name in resume.settings if name in now and name != "hf_checkpoint"]  # which may have moved
+    compared = [name for name in resume.settings if name in now and name not in _PATHS]
     changed = [name for name in compared if now[name] != resume.settings[name]]
     if changed:
         name = changed[0]

@@ -1,6 +1,7 @@
 """`miles-mooncake COMMAND ...`.
 
-Exit status: 0 success; 1 a part failed; 2 wrong use, a wrong setting, or a store that does not answer; 130 Ctrl-C.
+Exit status: 0 success, also when nothing was left to do; 1 a part failed; 2 wrong use, a wrong setting, or a store that
+does not answer; 130 Ctrl-C.
 """
 
 import argparse
@@ -33,10 +34,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status. Signals are the caller's: see `__main__.py`."""
     arguments, rest = _top_parser().parse_known_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    from miles_plugin.checkpoint import AlreadyDone
     from miles_plugin.job import JobFailed
 
     try:
         COMMANDS[arguments.command].run(rest)
+    except AlreadyDone as done:
+        print(f"{PROG}: {done}", file=sys.stderr)
     except (ConfigError, StoreUnavailable) as error:
         return _fail(error, 2)
     except JobFailed as error:
@@ -85,9 +89,9 @@ def _train(argv: Sequence[str]) -> None:
         if config.dry_run:
             with redirect_stdout(sys.stderr):  # a user's module may print when it is imported
                 plan = check(config)
-            print(describe(config, plan))
+            print(describe(config, plan, origins))
         else:
-            train(config)
+            train(config, origins)
     except ConfigError as error:
         raise type(error)(with_origins(str(error), origins)) from error
 

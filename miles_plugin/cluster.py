@@ -1,5 +1,6 @@
 """A local Ray cluster on loopback: a rollout node and trainer nodes, each a raylet, told apart by their resources."""
 
+import atexit
 import contextlib
 import logging
 import os
@@ -67,9 +68,11 @@ def local_cluster(rollout: NodeSpec, trainers: Sequence[NodeSpec]) -> Iterator[L
     Ray's reaper ends them too if this process is killed.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # or what Ray says of a dead worker has escape codes, in files too
     import ray
     from ray.cluster_utils import Cluster
 
+    _keep_colorama_quiet()
     logging.getLogger("ray").setLevel(logging.ERROR)
     on_sigterm = signal.getsignal(signal.SIGTERM)
     cluster = Cluster(initialize_head=True, head_node_args=_node_args(ROLLOUT_NODE, rollout))
@@ -89,6 +92,13 @@ def local_cluster(rollout: NodeSpec, trainers: Sequence[NodeSpec]) -> Iterator[L
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+def _keep_colorama_quiet() -> None:
+    """Ray's copy of colorama resets the colours of a terminal when Python ends, also of one that has none."""
+    from colorama.initialise import reset_all  # type: ignore[import-untyped]
+
+    atexit.unregister(reset_all)
 
 
 def _log_of(command: Sequence[str]) -> Path:

@@ -4,7 +4,7 @@ import contextlib
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,17 +20,19 @@ from miles_plugin.report.observers import open_observers
 from miles_plugin.report.record import Arm, Report, Resume, ShardRecord, Step
 from mooncake_store.errors import ConfigError, IntegrityError, StoreUnavailable
 
-ARMS = {"none": ("real",), "shuffled": ("shuffled",), "both": ("real", "shuffled")}
-
 
 class JobFailed(RuntimeError):
     """A part of a running job failed; the message says which, and ends with its last words."""
 
 
-def train(config: TrainConfig) -> Path:
+def train(config: TrainConfig, origins: Mapping[str, str] | None = None) -> Path:
     """Run the job to its end and return the directory of its report.
 
+    Args:
+        origins: of the settings, as `load_config_and_origins` returns them; for messages.
+
     Raises:
+        AlreadyDone: `--load` leaves nothing to do; nothing was started.
         ConfigError, StoreUnavailable: found before anything is started, as far as it can be.
         JobFailed: a part of the job failed; everything the job started has ended by then.
     """
@@ -44,6 +46,8 @@ def train(config: TrainConfig) -> Path:
         report = _new_report(config, run_id, plan.resume)
         observer = open_observers(config, directory)
         observer.run_started(report, directory)
+        if plan.resume is not None and (changes := checkpoint.changes(plan.resume, config, origins or {})):
+            observer.message(f"warning: changed since {plan.resume.directory} was saved: {', '.join(changes)}")
         with _outcome_in(report, observer):
             _run(config, plan, report, directory, observer)
     return directory
@@ -81,7 +85,7 @@ def _run(config: TrainConfig, plan: Plan, report: Report, directory: Path, obser
         report.checkpoint = str(path)
         if resume is not None:
             parts.managed("continue_versions", resume.newest_version())
-        for reward in ARMS[config.reward_control]:
+        for reward in config.arms:
             if resume is not None and reward != resume.progress.arm:
                 continue  # this arm was finished before
             arm = _begin_arm(config, parts, path, reward, report, resume, observer)

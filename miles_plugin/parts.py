@@ -27,6 +27,8 @@ _CHECK_SECONDS = 1.0
 # Seconds that the engines get to end, and that a dying engine gets to be seen dead.
 _ABANDON_SECONDS = 5.0
 _DYING_SECONDS = 5.0
+# Seconds after which a running function of the user's is worth a line.
+_SLOW_SECONDS = 60.0
 
 
 class PartFailed(RuntimeError):
@@ -65,11 +67,40 @@ class Watch:
             self.check()
 
 
-class Parts:
-    """Everything a job has started. Calls wait for their results and look after all parts meanwhile."""
+class SlowCalls:
+    """Says which function of the user's has been running for long: after a minute, then each time it has doubled.
 
-    def __init__(self, watch: Watch, manager: Part, trainers: list[Part]) -> None:
+    Args:
+        longest: the call that has been running for longest, and its seconds; None when there is none. It is told how
+            many seconds the caller has waited.
+        say: told in one line.
+    """
+
+    def __init__(self, longest: Callable[[float], tuple[str, float] | None], say: Callable[[str], None]) -> None:
+        self._longest, self._say = longest, say
+        self._limit = _SLOW_SECONDS
+
+    def look(self, waited: float) -> None:
+        """Ask and say, when the caller has waited for `waited` seconds."""
+        if waited < self._limit:
+            return
+        call = self._longest(waited)
+        if call is not None and call[1] >= self._limit:
+            where, seconds = call
+            self._limit = 2 * seconds
+            self._say(f"{where}: still running after {seconds:.0f} s, which nothing limits; Ctrl-C ends the job")
+
+
+class Parts:
+    """Everything a job has started. Calls wait for their results and look after all parts meanwhile.
+
+    Args:
+        say: told of functions of the user's that take long.
+    """
+
+    def __init__(self, watch: Watch, manager: Part, trainers: list[Part], say: Callable[[str], None]) -> None:
         self._watch, self._manager, self._trainers = watch, manager, trainers
+        self._slow = SlowCalls(self._longest_call, say)
 
     @property
     def manager(self) -> Any:
@@ -112,10 +143,13 @@ class Parts:
         import ray
 
         pending = {reference: part for part, reference in calls}
+        started = time.monotonic()
         while pending:
             ready, _ = ray.wait(list(pending), timeout=_CHECK_SECONDS)
             # Also when calls are answered: actors go on for a while without their raylet (ray 2.60).
             self._watch.check_if_due()
+            if self._manager in pending.values():  # which is what runs them
+                self._slow.look(time.monotonic() - started)
             for reference in ready:
                 part = pending.pop(reference)
                 try:
@@ -143,6 +177,17 @@ class Parts:
 
     def _control(self, method: str, *arguments: Any) -> Any:
         return getattr(self.manager, method).options(concurrency_group=_CONTROL).remote(*arguments)
+
+    def _longest_call(self, waited: float) -> tuple[str, float] | None:
+        import ray
+
+        try:
+            call: tuple[str, float] | None = ray.get(self._control("longest_call"), timeout=_ABANDON_SECONDS)
+            return call
+        except ray.exceptions.GetTimeoutError:
+            return "the rollout manager, kept from answering, e.g. by a custom function in native code", waited
+        except ray.exceptions.RayError:  # `wait` will see why
+            return None
 
     def _explain(self, part: Part, error: Exception) -> None:
         """Raise what was behind `error`: the first part that is dead, else what this one raised."""
@@ -205,7 +250,7 @@ def start_parts(
         watch = Watch(master, cluster)
         start_from = checkpoint(watch.check_if_due)
         say("starting the trainers and SGLang, which takes about half a minute")
-        parts = Parts(watch, _manager(plan, directory), _trainers(config, plan, run_id, directory))
+        parts = Parts(watch, _manager(plan, directory), _trainers(config, plan, run_id, directory), say)
         try:
             _connect(parts, master.address if master else None, config, plan, run_id, directory, start_from, say)
             yield parts, start_from

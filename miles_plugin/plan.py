@@ -7,13 +7,13 @@ Ray 2.60, SGLang 0.5.23, torch 2.13), plus what the settings and the checkpoint'
 import io
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from miles_plugin.arguments import TrainConfig
-from miles_plugin.checkpoint import Resume
+from miles_plugin.checkpoint import Resume, changes
 from miles_plugin.cluster import LOOPBACK, OBJECT_STORE_BYTES, ROLLOUT_NODE, NodeSpec, trainer_node
 from mooncake_store.config import MooncakeConfig, resolve
 from mooncake_store.errors import ConfigError
@@ -99,10 +99,15 @@ def check_memory(config: TrainConfig, plan: Plan) -> None:
         )
 
 
-def describe(config: TrainConfig, plan: Plan) -> str:
-    """The plan as text for a terminal, or as one JSON object with `--log-format json`."""
+def describe(config: TrainConfig, plan: Plan, origins: Mapping[str, str] | None = None) -> str:
+    """The plan as text for a terminal, or as one JSON object with `--log-format json`.
+
+    origins: of the settings, as `load_config_and_origins` returns them.
+    """
     planned = processes(config, plan)
     facts = _facts(config, plan)
+    if plan.resume is not None and (changed := changes(plan.resume, config, origins or {})):
+        facts["changed since"] = ", ".join(changed)
     store = _store_settings(config, plan)
     if config.log_format == "json":
         return json.dumps(

@@ -20,18 +20,21 @@ from mooncake_store.memory import memory_limit
 
 
 def check(config: TrainConfig) -> Plan:
-    """Raise ConfigError or StoreUnavailable for what cannot work, within seconds; return what will be started."""
+    """Raise ConfigError or StoreUnavailable for what cannot work, within seconds; return what will be started.
+
+    Raises AlreadyDone when `--load` leaves nothing to do.
+    """
     _check_layout(config)
     _check_sizes(config)
     _check_learning_rate(config)
     _check_checkpoint(config)
     check_save(config)
-    check_report(config)
     resume = find(config)
+    check_report(config)
     own_master = _check_store(config)
     _check_packages()
     check_tracking(config)
-    check_data(config)
+    check_data(config, resume.progress.manager if resume else None)
     check_routed_experts(config)
     gpus = _visible_gpus()
     needed = config.world_size + config.rollout_num_gpus

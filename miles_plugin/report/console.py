@@ -24,11 +24,15 @@ def write_line(stream: TextIO, text: str) -> None:
 
 
 class ClaimedStdout:
-    """Standard output for one writer alone: whatever else this process and its children print goes to stderr."""
+    """Standard output for one writer alone: whatever else this process and its children print goes to stderr.
 
-    def __init__(self) -> None:
+    Args:
+        encoding: of what is written to `stream`.
+    """
+
+    def __init__(self, encoding: str) -> None:
         sys.stdout.flush()
-        self.stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        self.stream = os.fdopen(os.dup(1), "w", encoding=encoding)
         os.dup2(2, 1)
 
     def release(self) -> None:

@@ -41,7 +41,7 @@ class JsonLines(Observer):
     def __init__(self, stream: TextIO | None = None) -> None:
         self._release: Callable[[], None] = lambda: None
         if stream is None:
-            claimed = ClaimedStdout()
+            claimed = ClaimedStdout("utf-8")
             stream, self._release = claimed.stream, claimed.release
         self._stream = stream
         self._run_id: str | None = None

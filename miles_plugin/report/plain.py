@@ -1,11 +1,12 @@
 """Progress as plain lines, for logs, pipes and terminals that can do no more."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
 from miles_plugin.report import units
-from miles_plugin.report.console import write_line
+from miles_plugin.report.console import ClaimedStdout, write_line
 from miles_plugin.report.observer import Observer
 from miles_plugin.report.pace import Pace
 from miles_plugin.report.record import Arm, Report, Step
@@ -15,10 +16,18 @@ _SHORT = {"generate": "gen", "evaluate": "eval"}
 
 
 class PlainLines(Observer):
-    """Observer that writes one line per event that matters; no escape codes."""
+    """Observer that writes one line per event that matters; no escape codes.
+
+    Args:
+        stream: where to; by default standard output, which is claimed until the run has finished.
+    """
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stdout
+        self._release: Callable[[], None] = lambda: None
+        if stream is None:
+            claimed = ClaimedStdout(sys.stdout.encoding or "utf-8")
+            stream, self._release = claimed.stream, claimed.release
+        self._stream = stream
         self._directory = Path()
 
     def run_started(self, report: Report, directory: Path) -> None:
@@ -38,8 +47,11 @@ class PlainLines(Observer):
         self.message(step_line(arm.steps[-1], self._pace.remaining()))
 
     def run_finished(self, report: Report) -> None:
-        for line in closing_lines(report, self._directory):
-            self.message(line)
+        try:
+            for line in closing_lines(report, self._directory):
+                self.message(line)
+        finally:
+            self._release()
 
 
 def run_line(report: Report, directory: Path) -> str:

@@ -29,6 +29,7 @@ from miles_plugin.report.theme import arm_label, phase_colour, phases_in
 _REFRESH_PER_SECOND = 4
 _WIDEST = 110
 _SPARKLINE = 24
+_NARROWEST_BAR = 4
 
 
 def live_is_possible() -> bool:
@@ -144,12 +145,15 @@ class _State:
 
     def _bar(self, width: int) -> RenderableType:
         pace = self.pace
-        line = _line(f"{pace.done}/{pace.num_rollout}  ETA {units.seconds(pace.remaining())}")
+        line = _line(f"ETA {units.seconds(pace.remaining())}  {pace.done}/{pace.num_rollout}")
+        bar_width = min(30, width // 3, width - line.cell_len - 1)  # these words matter more than the bar
         if self.arm is not None:
             line.append(f"  {arm_label(self.arm.reward)}", style="bold")
         if pace.arms > 1:
             line.append(f" ({pace.arm} of {pace.arms})")
-        bar = ProgressBar(total=max(1, pace.num_rollout), completed=pace.done, width=min(30, width // 3))
+        if bar_width < _NARROWEST_BAR:
+            return line
+        bar = ProgressBar(total=max(1, pace.num_rollout), completed=pace.done, width=bar_width)
         grid = Table.grid(padding=(0, 1))
         grid.add_column(no_wrap=True)
         grid.add_column(no_wrap=True, overflow="ellipsis")

@@ -9,6 +9,8 @@ import numpy as np
 from miles_plugin.rollout.functions import CustomFunctionError
 from miles_plugin.rollout.sample import Sample
 
+# Without the complex numbers, which `float` cannot hold.
+_NUMPY_REAL = np.integer | np.floating
 _FIELDS = ("tokens", "response", "response_length", "loss_mask", "rollout_log_probs", "weight_versions", "status")
 
 
@@ -128,7 +130,7 @@ class _Checker:
             )
 
     def reward(self, reward: Any) -> float:
-        if not isinstance(reward, int | float | np.number) or not math.isfinite(reward):
+        if not isinstance(reward, int | float | _NUMPY_REAL | np.bool_) or not _is_finite(reward):
             self.fail(f"the reward is {reward!r:.80}; it must be one finite number")
         return float(reward)
 
@@ -144,8 +146,15 @@ class _Checker:
         plain = values.tolist() if hasattr(values, "tolist") else values
         if not isinstance(plain, list | tuple):
             self.fail(f"{name} is {values!r:.80}; it must be a list of {kind.__name__}")
-        allowed = (int, np.integer) if kind is int else (int, float, np.number)
+        allowed = (int, np.integer) if kind is int else (int, float, _NUMPY_REAL)
         for position, value in enumerate(plain):
             if isinstance(value, bool) or not isinstance(value, allowed):
                 self.fail(f"{name}[{position}] is {value!r:.80}; it must be {'an int' if kind is int else 'a number'}")
         return [kind(value) for value in plain]
+
+
+def _is_finite(number: Any) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # an int that no float is large enough for
+        return False

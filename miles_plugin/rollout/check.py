@@ -1,14 +1,16 @@
 """What is checked of prompts, reward and custom functions before a job starts anything."""
 
 import logging
+from collections.abc import Mapping
 from importlib.util import find_spec
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 from miles_plugin.arguments import DataArguments, TaskArguments, TrainConfig
 from miles_plugin.rollout.data import PromptData
 from miles_plugin.rollout.prompts import PromptSource, check_length, context_length, load_tokenizer, to_text
-from miles_plugin.rollout.source import open_prompts
+from miles_plugin.rollout.source import check_same_prompts, open_prompts
 from mooncake_store.errors import ConfigError, MissingDependency
 
 # Characters of prompts that are rendered and tokenized before the job starts: a few seconds' worth.
@@ -16,12 +18,15 @@ _CHECKED_CHARACTERS = 8 * 1024**2
 _log = logging.getLogger(__name__)
 
 
-def check_data(config: TrainConfig) -> None:
+def check_data(config: TrainConfig, state: Mapping[str, Any] | None = None) -> None:
     """Read the prompts, import the custom functions, and render and measure prompts as the job will.
 
+    Args:
+        state: of the manager of the job to go on from, if there is one.
+
     Raises:
-        ConfigError: settings that contradict each other, and what `open_prompts`, `to_text`, `check_length` and
-            `load_function` raise.
+        ConfigError: settings that contradict each other, other prompts than `state` was taken of, and what
+            `open_prompts`, `to_text`, `check_length` and `load_function` raise.
     """
     if config.prompt_data is None:
         _check_task_settings(config)
@@ -32,6 +37,8 @@ def check_data(config: TrainConfig) -> None:
     if config.apply_chat_template_kwargs and not config.apply_chat_template:
         raise ConfigError("apply_chat_template_kwargs is set without apply_chat_template; add that, or leave it out")
     source = open_prompts(config)
+    if state is not None:
+        check_same_prompts(config, source, state)
     _check_functions(config)
     if config.hf_checkpoint is not None:
         _check_prompts(config, source, config.hf_checkpoint)
@@ -53,7 +60,7 @@ def _check_prompts(config: TrainConfig, source: PromptSource, checkpoint: Path) 
             _log.warning(
                 "%s: only the first %d prompts, %d of them held out, were checked to fit the model's context; one "
                 "that does not will end the job when its rollout is reached",
-                *(source.name, number, min(number, len(source.held_out))),
+                *(config.prompt_data or config.task, number, min(number, len(source.held_out))),
             )
             break
         text = to_text(item, tokenizer, config)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import xxhash
 
 from miles_plugin.arguments import TrainConfig
 from miles_plugin.rollout.prompts import Item, Prompt
@@ -37,13 +38,15 @@ class PromptData:
         assert config.prompt_data is not None
         self._config = config
         self._table = _Table(config.prompt_data, "prompt_data", config)
-        self.name = f"{config.prompt_data.name}, {len(self._table)} items"
+        files = self._table.paths
         if config.eval_prompt_data is not None:
             held_out = _Table(config.eval_prompt_data, "eval_prompt_data", config)
+            files = [*files, *held_out.paths]
             self.held_out: Sequence[Item] = [_item(config, *held_out[row], row) for row in range(len(held_out))]
         else:
             first = range(min(config.held_out_size, len(self._table)))
             self.held_out = [_item(config, *self._table[row], row) for row in first]
+        self.name = f"{len(self._table)} items, content {_digest(files)}"
         self._held_out_keys = {item.key for item in self.held_out}
         if not any(self.epoch(0)):
             raise ConfigError(
@@ -137,7 +140,8 @@ class _Table:
 
     def __init__(self, path: Path, setting: str, config: TrainConfig) -> None:
         self._files: list[_File] = []
-        for file in _files(path, setting):
+        self.paths = _files(path, setting)
+        for file in self.paths:
             opened = _Parquet(file, config) if file.suffix == ".parquet" else _JsonLines(file)
             for origin, row in opened.rows():
                 _item(config, origin, row, 0)
@@ -166,6 +170,16 @@ def _files(path: Path, setting: str) -> list[Path]:
     if path.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(f"{setting}={path}: unknown extension {path.suffix!r}; .jsonl and .parquet can be read")
     return [path]
+
+
+def _digest(paths: Sequence[Path]) -> str:
+    """xxh3-128 of the bytes of all files, one after the other."""
+    digest = xxhash.xxh3_128()
+    for path in paths:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
 
 
 class _JsonLines:

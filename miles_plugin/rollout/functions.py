@@ -5,11 +5,15 @@ import importlib
 import inspect
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 from mooncake_store.errors import ConfigError
+
+# What `call_function` waits for: where, and since when (monotonic). By call, the oldest first.
+_running: dict[object, tuple[str, float]] = {}
 
 
 class CustomFunctionError(RuntimeError):
@@ -57,11 +61,25 @@ async def call_function(function: Callable[..., Any], where: str, *arguments: An
     Raises:
         CustomFunctionError: it raised; the message begins with `where` and names its line.
     """
+    call = object()
+    _running[call] = where, time.monotonic()
     try:
         returned = function(*arguments, **options)
         return await returned if inspect.isawaitable(returned) else returned
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # they would end the actor without a word
         raise CustomFunctionError(f"{where}: {describe(error, function)}") from error
+    finally:
+        del _running[call]
+
+
+def longest_call(clock: Callable[[], float] = time.monotonic) -> tuple[str, float] | None:
+    """The `where` of the call that has been running for longest, and for how many seconds; None when there is none.
+
+    May be called from another thread than the functions run in.
+    """
+    for where, since in list(_running.values()):
+        return where, clock() - since
+    return None
 
 
 def describe(error: BaseException, function: Callable[..., Any]) -> str:

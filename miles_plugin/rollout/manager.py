@@ -18,10 +18,11 @@ from miles_plugin.engines.launch import EngineSpec, RunningEngine, start_engines
 from miles_plugin.object_store import open_rollout_store
 from miles_plugin.rollout.advantage import assign_group_advantages, shuffle_rewards
 from miles_plugin.rollout.batch import Shard, split_groups, to_columns
+from miles_plugin.rollout.functions import longest_call
 from miles_plugin.rollout.generate import Sampler
-from miles_plugin.rollout.source import open_prompts
+from miles_plugin.rollout.source import check_same_prompts, open_prompts
 from miles_plugin.version import VersionAuthority
-from mooncake_store import BatchRef, ConfigError, batch_digest
+from mooncake_store import BatchRef, batch_digest
 
 
 @dataclass(frozen=True)
@@ -94,11 +95,8 @@ class RolloutManager:
         Raises:
             ConfigError: `state` is of other prompts than the settings name.
         """
-        if state is not None and state["prompts"] != self._prompts.name:
-            raise ConfigError(
-                f"the state to go on from is of {state['prompts']!r}, the settings name {self._prompts.name!r}; go on "
-                "with the same prompts, or start anew"
-            )
+        if state is not None:
+            check_same_prompts(self._config, self._prompts, state)
         self._cursor: int = state["cursor"] if state is not None else 0
         self._items = self._prompts.rollout(self._cursor)
         self._shuffled = shuffled
@@ -180,6 +178,11 @@ class RolloutManager:
         """Raise EngineError, with its log's last lines, for an engine that has ended or ends within `patience` s."""
         for server in self._engines:
             server.check(patience)
+
+    def longest_call(self) -> tuple[str, float] | None:
+        """The call of a function of the user's that has been running for longest, and its seconds; safe to call beside
+        any other method."""
+        return longest_call()
 
     def stop_engines(self) -> None:
         """End every engine; a request in flight fails. Idempotent, and safe to call beside any other method."""

@@ -39,7 +39,8 @@ class Item:
 class PromptSource(Protocol):
     """An endless, seeded stream of training items, and the items that are never trained on.
 
-    name: what reports and checkpoints call it. held_out: fixed; they measure accuracy.
+    name: what checkpoints call it; another for other items, wherever they are read from.
+    held_out: fixed; they measure accuracy.
     """
 
     @property

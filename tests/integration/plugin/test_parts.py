@@ -1,7 +1,11 @@
 """Parts that fail are named at once: real Ray actors on real raylets, killed and hung on purpose."""
 
 import os
+import pty
+import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,8 +54,22 @@ class Actor:
         if self._engine_died:
             raise EngineError("SGLang at http://127.0.0.1:1 ended with status 137; its log x ends:\n...")
 
+    def longest_call(self) -> tuple[str, float]:
+        return "custom_rm_path=mine.reward", 75.0
+
+    def hold_python(self) -> None:
+        re.match("(a+)+$", 60 * "a" + "b")  # for years, without a moment for another thread
+
     def stop_engines(self) -> None:
         pass
+
+
+class Heard(Exception):
+    """What the job was told."""
+
+
+def _heard(text: str) -> None:
+    raise Heard(text)
 
 
 @pytest.fixture
@@ -68,7 +86,7 @@ def parts(cluster: LocalCluster, tmp_path: Path) -> Parts:
         return Part(name, remote.options(resources={node: 0.1}, num_cpus=0).remote(log), log)
 
     trainers = [part(f"trainer rank {rank}", trainer_node(0)) for rank in range(2)]
-    made = Parts(Watch(None, cluster), part("the rollout manager", ROLLOUT_NODE), trainers)
+    made = Parts(Watch(None, cluster), part("the rollout manager", ROLLOUT_NODE), trainers, say=_heard)
     made.each("pid")
     made.managed("pid")
     return made
@@ -87,6 +105,23 @@ def test_results_come_in_rank_order_and_failures_by_their_part(parts: Parts) -> 
     parts.managed("lose_engine")
     with pytest.raises(PartFailed, match=r"^SGLang at http://127\.0\.0\.1:1 ended with status 137"):
         parts.each("fail", EngineError("no answer"))
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("hang", "^custom_rm_path=mine.reward: still running after 75 s"),
+        ("hold_python", "^the rollout manager, kept from answering, .*: still running after 60 s"),
+    ],
+)
+def test_a_function_of_the_users_that_hangs_is_said(
+    method: str, expected: str, parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = parts._slow.look
+    monkeypatch.setattr(parts._slow, "look", lambda _waited: look(60.0))
+    with pytest.raises(Heard, match=expected):
+        parts.managed(method)
+    parts.abandon()
 
 
 def test_a_killed_trainer_is_named_while_the_other_hangs(parts: Parts) -> None:
@@ -127,6 +162,50 @@ def test_a_killed_raylet_is_named_though_its_actors_still_answer(
     with pytest.raises(PartFailed, match=rf"^raylet of the {name} ended with status 137; its log \S+raylet\S*\.out "):
         call_for_ever()
     parts.abandon()
+
+
+CLUSTER_THAT_LOSES_A_WORKER = """
+import os, sys, time
+from pathlib import Path
+from miles_plugin.cluster import NodeSpec, local_cluster
+from miles_plugin.report.console import ClaimedStdout
+
+said = Path(sys.argv[1])
+claimed = ClaimedStdout("utf-8")
+with local_cluster(NodeSpec(1), []):
+    import ray
+
+    class Dying:
+        def die(self):
+            os.kill(os.getpid(), 9)
+
+    try:
+        ray.get(ray.remote(Dying).remote().die.remote())
+    except ray.exceptions.RayActorError:
+        pass
+    deadline = time.monotonic() + 60
+    while "(raylet" not in said.read_text() and time.monotonic() < deadline:
+        time.sleep(0.1)
+claimed.release()
+"""
+
+
+def test_ray_leaves_standard_output_alone_and_uses_no_colours(tmp_path: Path) -> None:
+    """On a terminal too, and when a worker has died, of which Ray tells."""
+    said = tmp_path / "stderr"
+    terminal, stdout = pty.openpty()
+    with said.open("w") as stderr:
+        command = [sys.executable, "-c", CLUSTER_THAT_LOSES_A_WORKER, str(said)]
+        subprocess.run(
+            command, stdout=stdout, stderr=stderr, env=os.environ | {"TERM": "dumb"}, timeout=120, check=True
+        )
+    os.set_blocking(terminal, False)
+    with pytest.raises(BlockingIOError):
+        pytest.fail(f"on standard output: {os.read(terminal, 1000)!r}")
+    os.close(stdout)
+    os.close(terminal)
+    assert "(raylet" in said.read_text()
+    assert "\x1b" not in said.read_text()
 
 
 def test_one_device_name_for_different_nodes_is_warned_about() -> None:

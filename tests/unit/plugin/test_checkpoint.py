@@ -14,7 +14,7 @@ import pytest
 
 from miles_plugin import checkpoint
 from miles_plugin.arguments import TrainConfig
-from miles_plugin.arguments_sources import load_config
+from miles_plugin.arguments_sources import load_config, load_config_and_origins
 from miles_plugin.checkpoint import Progress
 from miles_plugin.version import VersionAuthority
 from mooncake_store.errors import ConfigError
@@ -36,12 +36,14 @@ def make_policy(directory: Path, **changes: Any) -> Path:
 POLICY = make_policy(Path(tempfile.mkdtemp()), num_hidden_layers=2)
 
 
-def save(directory: Path, number: int, argv: tuple[str, ...] = (), version: int = 3) -> Path:
+def save(directory: Path, number: int, argv: tuple[str, ...] = (), version: int = 3, arm: str = "real") -> Path:
     partial = checkpoint.begin(directory, number)
     (partial / "state").write_text(f"state after {number}")
     (partial / ".metadata").touch()
-    progress = Progress("real", number, {"cursor": 8 * number}, version, str(POLICY))
-    return checkpoint.commit(partial, progress, config("--save", str(directory), *argv), REPORT)
+    settings = config("--save", str(directory), *argv)
+    manager = {"cursor": 8 * number, "prompts": settings.task}
+    report = REPORT | {"config": settings.model_dump(mode="json")}
+    return checkpoint.commit(partial, Progress(arm, number, manager, version, str(POLICY)), settings, report)
 
 
 def test_what_was_saved_is_found_again(tmp_path: Path) -> None:
@@ -51,7 +53,7 @@ def test_what_was_saved_is_found_again(tmp_path: Path) -> None:
     resume = checkpoint.find(config("--load", str(tmp_path)))
     assert resume is not None
     assert resume.directory == saved
-    assert resume.progress == Progress("real", 4, {"cursor": 32}, 3, str(POLICY))
+    assert resume.progress == Progress("real", 4, {"cursor": 32, "prompts": "spell_backward"}, 3, str(POLICY))
     assert resume.report["run_id"] == REPORT["run_id"]
     assert (resume.directory / "state").read_text() == "state after 4"
     earlier = checkpoint.find(config("--load", str(tmp_path / "iter_0000002")))
@@ -156,7 +158,7 @@ def test_versions_continue_above_what_was_used_after_the_checkpoint(tmp_path: Pa
         (["--task", "leg_counting"], "task='spell_backward'"),
         (["--task-kwargs", '{"min_word_len": 3}'], "task_kwargs"),
         (["--tiny-num-layers", "2"], "tiny_num_layers=3"),
-        (["--prompt-data", "x.jsonl"], "prompt_data=None"),
+        (["--rollout-shuffle"], "rollout_shuffle=False"),
     ],
 )
 def test_a_job_with_other_data_or_another_model_does_not_resume(argv: list[str], expected: str, tmp_path: Path) -> None:
@@ -171,6 +173,56 @@ def test_what_may_change_between_runs(tmp_path: Path) -> None:
     save(tmp_path, 2)
     argv = ["--lr", "1", "--num-rollout", "99", "--object-store-backend", "mooncake", "--actor-num-gpus-per-node", "4"]
     assert checkpoint.find(config("--load", str(tmp_path), *argv)) is not None
+
+
+def test_data_that_moved_is_compared_by_content_not_by_path(tmp_path: Path) -> None:
+    save(tmp_path, 2, ("--prompt-data", "x.jsonl", "--eval-prompt-data", "y.jsonl"))
+    moved = ["--prompt-data", "moved/x.jsonl", "--eval-prompt-data", "moved/y.jsonl"]
+    assert checkpoint.find(config("--load", str(tmp_path), *moved)) is not None
+    with pytest.raises(ConfigError, match="label_key=None"):
+        checkpoint.find(config("--load", str(tmp_path), *moved, "--label-key", "answer"))
+
+
+def test_what_makes_another_experiment_of_it_is_said_with_its_source(tmp_path: Path) -> None:
+    save(tmp_path, 2, ("--rm-type", "math", "--custom-rm-path", "mine.reward", "--lr", "1e-3"))
+    argv = ["--load", str(tmp_path), "--custom-rm-path", "mine.other", "--n-samples-per-prompt", "4", "--lr", "1e-3"]
+    argv += ["--num-rollout", "99", "--custom-generate-function-path", "mine.generate"]
+    settings, origins = load_config_and_origins(argv)
+    resume = checkpoint.find(settings)
+    assert resume is not None
+    assert checkpoint.changes(resume, settings, origins) == [
+        "rm_type 'math' -> None (from the defaults)",
+        "custom_rm_path 'mine.reward' -> 'mine.other' (from the command line)",
+        "n_samples_per_prompt 8 -> 4 (from the command line)",
+        "custom_generate_function_path None -> 'mine.generate' (from the command line)",
+    ]
+    same = config("--load", str(tmp_path), "--rm-type", "math", "--custom-rm-path", "mine.reward", "--lr", "1e-3")
+    assert not checkpoint.changes(resume, same, {})
+
+
+@pytest.mark.parametrize(
+    ("control", "arm", "done", "asked", "is_done"),
+    [
+        ("none", "real", 4, 4, True),
+        ("none", "real", 4, 3, True),
+        ("none", "real", 4, 5, False),
+        ("both", "real", 4, 4, False),
+        ("both", "shuffled", 4, 4, True),
+        ("shuffled", "shuffled", 4, 4, True),
+    ],
+)
+def test_a_job_that_has_done_all_its_rollouts_has_nothing_to_do(
+    control: str, arm: str, done: int, asked: int, is_done: bool, tmp_path: Path
+) -> None:
+    saved = save(tmp_path, done, ("--reward-control", control), arm=arm)
+    again = config("--load", str(tmp_path), "--reward-control", control, "--num-rollout", str(asked))
+    if not is_done:
+        assert checkpoint.find(again) is not None
+        return
+    with pytest.raises(checkpoint.AlreadyDone) as caught:
+        checkpoint.find(again)
+    for expected in (str(saved), "run-1", f"all {done} rollouts", f"num_rollout={asked}", "a larger --num-rollout"):
+        assert expected in str(caught.value)
 
 
 def test_the_save_directory_of_another_run_is_refused(tmp_path: Path) -> None:

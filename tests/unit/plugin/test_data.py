@@ -18,6 +18,7 @@ from miles_plugin.rollout import check  # noqa: E402
 from miles_plugin.rollout.check import check_data  # noqa: E402
 from miles_plugin.rollout.data import PromptData  # noqa: E402
 from miles_plugin.rollout.prompts import to_text  # noqa: E402
+from miles_plugin.rollout.source import check_same_prompts  # noqa: E402
 from mooncake_store.errors import ConfigError  # noqa: E402
 
 Rows = list[dict[str, Any]]
@@ -57,6 +58,30 @@ def test_items_carry_prompt_label_and_metadata(name: str, write: Callable[[Path,
     assert (item.index, item.prompt, item.label, item.metadata) == (4, "What is 4?", "4", {"level": 4})
     assert str(path) in item.origin
     assert [item.label for item in data.held_out] == ["0", "1", "2", "3"]
+
+
+def test_a_job_goes_on_with_the_same_content_wherever_it_lies(tmp_path: Path) -> None:
+    """Training prompts and held-out ones; neither the path nor the number of items counts, what is in them does."""
+    data, other = tmp_path / "data", tmp_path / "other"
+    for directory in (data, other):
+        directory.mkdir()
+        write_jsonl(directory / "x.jsonl", rows(20))
+        write_jsonl(directory / "y.jsonl", rows(20, first=100))
+
+    def settings(directory: Path, held_out: str = "y.jsonl") -> TrainConfig:
+        return config(directory / "x.jsonl", "--eval-prompt-data", str(directory / held_out))
+
+    state = {"cursor": 3, "prompts": PromptData(settings(data)).name}
+    (other / "y.jsonl").rename(other / "renamed.jsonl")
+    moved = settings(other, "renamed.jsonl")
+    check_same_prompts(moved, PromptData(moved), state)
+    for changed in ("x.jsonl", "y.jsonl"):
+        content = (data / changed).read_text()
+        (data / changed).write_text(content.replace('"answer": "1', '"answer": "2', 1))
+        with pytest.raises(ConfigError, match=r"had the prompts '20 items, .*x\.jsonl gives '20 items, .*start anew"):
+            check_same_prompts(settings(data), PromptData(settings(data)), state)
+        (data / changed).write_text(content)
+    check_same_prompts(settings(data), PromptData(settings(data)), state)
 
 
 @pytest.mark.parametrize("shuffle", [[], ["--rollout-shuffle"]])
@@ -246,4 +271,5 @@ def test_of_many_prompts_the_first_are_measured_and_that_is_said(
     monkeypatch.setattr(check, "_CHECKED_CHARACTERS", 100)
     check_data(settings)
     (warning,) = caplog.messages
-    assert warning.startswith("x.jsonl, 20 items: only the first 10 prompts, 4 of them held out, were checked")
+    checked = "x.jsonl: only the first 10 prompts, 4 of them held out, were checked"
+    assert checked in warning

@@ -1,5 +1,6 @@
 """What is decided before and around a job: the plan, the engines' command lines."""
 
+import re
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -8,12 +9,15 @@ import pytest
 pytest.importorskip("torch", reason="the extra `train` is not installed")
 pytest.importorskip("ray", reason="the extra `train` is not installed")
 
-from miles_plugin import preflight
-from miles_plugin.arguments_sources import load_config
+from miles_plugin import checkpoint, cli, job, preflight
+from miles_plugin.arguments_sources import load_config, load_config_and_origins
+from miles_plugin.checkpoint import Progress
 from miles_plugin.engines.launch import EngineSpec, command, environment
 from miles_plugin.job import check_digests
+from miles_plugin.parts import SlowCalls
 from miles_plugin.report.record import ShardRecord
 from mooncake_store.errors import ConfigError, IntegrityError
+from tests.report_samples import make_report
 
 MOONCAKE = ["--object-store-backend", "mooncake"]
 
@@ -69,6 +73,53 @@ def test_a_local_job_needs_one_segment_that_is_not_empty(monkeypatch: pytest.Mon
         plan(*MOONCAKE, *empty, monkeypatch=monkeypatch)
 
 
+@pytest.fixture
+def saved(tmp_path: Path) -> list[str]:
+    """Flags that resume a job which saved after its second rollout."""
+    (tmp_path / "config.json").write_text("{}")
+    partial = checkpoint.begin(tmp_path / "saved", 2)
+    (partial / ".metadata").touch()
+    progress = Progress("real", 2, {"cursor": 64, "prompts": "spell_backward"}, 3, str(tmp_path))
+    report = make_report("--rm-type", "math").to_dict()
+    checkpoint.commit(partial, progress, load_config([]), report)
+    return ["--load", str(tmp_path / "saved")]
+
+
+def test_a_job_that_is_done_starts_nothing_and_is_no_error(
+    saved: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("miles_plugin.interrupt.install", lambda: None)
+    for flags in ([], ["--dry-run"], ["--save", saved[1]]):
+        assert cli.main(["train", *saved, "--num-rollout", "2", *flags]) == 0
+        out, error = capsys.readouterr()
+        assert not out
+        assert "nothing to do" in error
+        assert not (tmp_path / "runs").exists()
+
+
+def test_a_job_that_goes_on_is_checked_against_what_was_saved(
+    saved: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("miles_plugin.interrupt.install", lambda: None)
+    assert cli.main(["train", *saved, "--dry-run"]) == 0
+    assert "rm_type 'math' -> None (from the defaults)" in " ".join(capsys.readouterr().out.split())
+    record = Path(saved[1]) / "iter_0000002" / "job.json"
+    record.write_text(record.read_text().replace('"prompts": "spell_backward"', '"prompts": "20 items, content 0"'))
+    assert cli.main(["train", *saved, "--dry-run"]) == 2
+    assert "had the prompts '20 items, content 0', task=spell_backward gives" in capsys.readouterr().err
+
+
+def test_a_job_that_goes_on_says_what_has_changed(
+    saved: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(job, "_run", lambda *_: None)
+    settings, origins = load_config_and_origins([*saved, "--lr", "1e-5", "--report", str(tmp_path / "report")])
+    job.train(settings, origins)
+    changed = "rm_type 'math' -> None (from the defaults), lr 0.0001 -> 1e-05 (from the command line)"
+    assert f"warning: changed since {saved[1]}/iter_0000002 was saved: {changed}\n" in capfd.readouterr().out
+
+
 def test_a_shard_that_arrives_changed_stops_the_job() -> None:
     check_digests([ShardRecord(0, "k", 4, "a", "a")])
     with pytest.raises(IntegrityError, match="put a, rank 1 got b"):
@@ -87,6 +138,23 @@ def test_the_job_starts_a_master_only_when_none_is_named(monkeypatch: pytest.Mon
     named = ["--mooncake-store-init-kwargs", '{"protocol": "tcp", "master_server_address": "10.0.0.1:50051"}']
     assert not plan(*MOONCAKE, *named, monkeypatch=monkeypatch).own_master
     assert joined.call_count == joined.return_value.close.call_count == 2
+
+
+def test_a_function_that_runs_for_long_is_said_each_time_that_has_doubled() -> None:
+    said: list[str] = []
+    running: list[float] = []
+    slow = SlowCalls(
+        lambda _waited: ("custom_rm_path=mine.reward, sample 7", running[-1]) if running else None, said.append
+    )
+    for waited in range(1, 1000):
+        if waited == 100:
+            running.append(0.0)
+        slow.look(float(waited))
+        running[-1:] = [seconds + 1.0 for seconds in running[-1:]]
+    assert [int(re.findall(r"after (\d+) s", line)[0]) for line in said] == [60, 120, 240, 480]
+    assert said[0] == (
+        "custom_rm_path=mine.reward, sample 7: still running after 60 s, which nothing limits; Ctrl-C ends the job"
+    )
 
 
 def test_a_gpu_engine_is_the_ordinary_server_and_never_meets_the_cpu_recipe() -> None:

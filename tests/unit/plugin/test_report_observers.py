@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import json
 import logging
 import re
@@ -17,7 +18,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from miles_plugin.arguments_sources import load_config
-from miles_plugin.report import files, observers
+from miles_plugin.report import files, observers, progress, units
 from miles_plugin.report.files import ReportFiles
 from miles_plugin.report.jsonlines import JsonLines
 from miles_plugin.report.machine import describe_machine
@@ -250,6 +251,24 @@ def test_the_panel_fits_any_terminal_and_report(report: Report, width: int, tmp_
     assert max(map(cell_len, panel)) <= width
 
 
+@pytest.mark.parametrize("step_seconds", [0.05, 4.2, 30.0, 2000.0])
+@pytest.mark.parametrize("width", [40, 60, 120])
+def test_the_time_left_is_whole_on_a_narrow_terminal_too(
+    width: int, step_seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "Pace", lambda config: Pace(config, clock=itertools.count(0, step_seconds).__next__))
+    report = make_report()
+    live = LiveProgress(Console(file=io.StringIO(), width=width, force_terminal=True))
+    live.run_started(report, tmp_path)
+    try:
+        live.arm_started(Arm("real", 0.4, [make_step(i) for i in range(199)]), 300)
+        live.step_finished(report, report.arms.setdefault("real", Arm("real", 0.4)))
+        panel = drawn(live, width)
+    finally:
+        live.run_finished(report)
+    assert f"ETA {units.seconds(100 * step_seconds)}  200/300" in panel, panel
+
+
 def test_the_panel_says_what_is_going_on(tmp_path: Path) -> None:
     report = make_finished_report()
     console = Console(file=io.StringIO(), width=120, record=True, force_terminal=True)
@@ -285,6 +304,8 @@ def test_the_rest_of_a_run_is_extrapolated_over_both_arms() -> None:
 def test_what_is_asked_for_is_opened(tmp_path: Path) -> None:
     def kinds(*flags: str) -> list[str]:
         opened = open_observers(load_config(flags), tmp_path)
+        assert isinstance(opened._others[0], PlainLines)
+        opened._others[0]._release()
         return [type(observer).__name__ for observer in opened._others]
 
     assert kinds() == ["PlainLines"], "standard output of a test is no terminal"

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -18,7 +19,7 @@ from miles_plugin.arguments_sources import load_config
 from miles_plugin.engines.sglang import AsyncHTTP, EngineError, SGLangEngine
 from miles_plugin.rollout.accept import accept
 from miles_plugin.rollout.check import check_data
-from miles_plugin.rollout.functions import CustomFunctionError, load_function
+from miles_plugin.rollout.functions import CustomFunctionError, load_function, longest_call
 from miles_plugin.rollout.generate import Sampler
 from miles_plugin.rollout.prompts import Item
 from miles_plugin.rollout.sample import Sample
@@ -266,6 +267,28 @@ def test_a_failing_function_is_named_with_its_line_and_ends_the_others(
         run(engines(right), *REWARD)
 
 
+def test_what_is_running_is_known_by_name(run: Callable[..., list[Sample]], user: ModuleType) -> None:
+    seen = []
+
+    async def reward(args: Any, sample: Any) -> float:
+        await asyncio.sleep(0)  # so that all have begun
+        seen.append(longest_call(clock=lambda: time.monotonic() + 75))
+        return 1.0
+
+    def failing(args: Any, sample: Any) -> float:
+        raise KeyError
+
+    user.reward = reward  # type: ignore[attr-defined]
+    run(engines(right), *REWARD)
+    where, seconds = seen[0] or ("", 0.0)
+    assert "custom_rm_path=user_functions.reward, sample 20 ('42')" in where
+    assert seconds >= 75
+    user.reward = failing  # type: ignore[attr-defined]
+    with pytest.raises(CustomFunctionError):
+        run(engines(right), *REWARD)
+    assert longest_call() is None
+
+
 def test_an_engine_that_is_gone_is_named(run: Callable[..., list[Sample]], user: ModuleType) -> None:
     def gone(ids: list[int], params: dict[str, Any]) -> tuple[str, str]:
         raise EngineError("http://127.0.0.1:1/generate: no answer: connection refused")
@@ -292,6 +315,9 @@ def test_what_is_returned_need_not_be_of_our_class() -> None:
     assert sample.reward == 1.0
     assert accept(asked, returned(status="pending"), [], "f").status is Sample.Status.COMPLETED
     assert accept(asked, returned(weight_versions=[]), ["4", "5"], "f").weight_versions == ["4", "5"]
+    for reward, expected in ((np.True_, 1.0), (np.False_, 0.0), (np.int32(2), 2.0), (np.float16(0.5), 0.5)):
+        accepted = accept(asked, returned(reward=reward), [], "f").reward
+        assert (type(accepted), accepted) == (float, expected)
     experts = np.zeros((3, 2, 1), np.int64)
     assert accept(asked, returned(rollout_routed_experts=experts), [], "f").rollout_routed_experts is not None
 
@@ -317,6 +343,10 @@ def test_what_is_returned_need_not_be_of_our_class() -> None:
         ({"status": "done"}, r"status is 'done'; allowed are Sample\.Status\.PENDING"),
         ({"reward": float("inf")}, r"the reward is inf; it must be one finite number"),
         ({"reward": {"score": 1}}, r"the reward is \{'score': 1\}"),
+        ({"reward": 1j}, r"the reward is 1j; it must be one finite number"),
+        ({"reward": np.complex64(1)}, r"the reward is .*1\+0j.*; it must be one finite number"),
+        ({"reward": 10**400}, r"the reward is 10*; it must be one finite number"),
+        ({"rollout_log_probs": [-0.5, np.complex64(1)]}, r"rollout_log_probs\[1\] is .*; it must be a number"),
         ({"metadata": "m"}, r"metadata is 'm'; it must be a dict"),
         (
             {"rollout_routed_experts": np.zeros((4, 2, 1), np.int32)},

@@ -115,7 +115,7 @@ def test_a_new_manager_goes_on_where_the_state_was_taken(
 
 def test_the_state_of_other_prompts_is_refused(make: Callable[..., tuple[RolloutManager, MemoryStore]]) -> None:
     manager, _ = make("--task", "chain_sum")
-    with pytest.raises(ConfigError, match=r"is of 'spell_backward', the settings name 'chain_sum'"):
+    with pytest.raises(ConfigError, match=r"had the prompts 'spell_backward', task=chain_sum gives 'chain_sum'"):
         manager.begin(False, {"cursor": 3, "prompts": "spell_backward"})
 
 
