@@ -1,12 +1,25 @@
-"""Calls that may never return, given a bound."""
+"""Calls that may never return, and calls that may heal when repeated, given a bound."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 Result = TypeVar("Result")
+FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0  # seconds
+
+
+def attempts(seconds: float) -> Iterator[bool]:
+    """Yield False before each attempt within `seconds`, pausing twice as long each time, and True before the last."""
+    deadline = time.monotonic() + seconds
+    pause = FIRST_PAUSE
+    while time.monotonic() + pause < deadline:
+        yield False
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)
+    yield True
 
 
 def bounded(call: Callable[[], Result], seconds: float, name: str = "bounded call") -> Result | None:

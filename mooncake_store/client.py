@@ -2,7 +2,7 @@
 
 Mooncake kills the process when it is called after close, hangs after a fork, and answers success to several mistakes
 (all measured on 0.3.13.post1). This client turns each of those into a typed error: one operation at a time, an open
-flag and a process id checked before every call, fresh keys, and every put confirmed from its replica descriptors.
+flag and a process id checked before every call, and answers that mean several things told apart by a second question.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ import importlib
 import importlib.metadata
 import os
 import threading
-import time
-import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 from mooncake_store import codes
 from mooncake_store.addresses import unreachable
-from mooncake_store.bounded import bounded
+from mooncake_store.bounded import attempts, bounded
 from mooncake_store.config import P2P_METADATA, MooncakeConfig
 from mooncake_store.errors import (
     ConfigError,
@@ -69,7 +68,6 @@ class Limits:
         get: for a failing owner or master to answer again. Longer than the master's client_ttl (10 s), after which a
             dead owner's objects are forgotten.
         remove: for the master to answer again.
-        first_pause, longest_pause: between attempts; doubled from the one up to the other.
     """
 
     probe: float = 3.0
@@ -77,8 +75,6 @@ class Limits:
     put: float = 30.0
     get: float = 20.0
     remove: float = 10.0
-    first_pause: float = 0.02
-    longest_pause: float = 1.0
 
 
 def load_mooncake() -> Any:
@@ -119,6 +115,30 @@ def _missing(error: ImportError) -> MissingDependency:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a copy of an object lies.
+
+    Attributes:
+        endpoint: the owner's transport endpoint, "host:port".
+        address: in the owner's memory.
+        nbytes: of the object.
+    """
+
+    endpoint: str
+    address: int
+    nbytes: int
+
+
+class Range(NamedTuple):
+    """Part of an object to read: `nbytes` from `start` of `key`, to the destination's offset `to`; all in bytes."""
+
+    key: str
+    to: int
+    start: int
+    nbytes: int
+
+
 class MooncakeClient:
     """One connection to a Mooncake master. Build it with `connect`."""
 
@@ -135,8 +155,8 @@ class MooncakeClient:
         self._closer = weakref.finalize(self, _close_native, native, self._pid)
 
     @classmethod
-    def connect(cls, config: MooncakeConfig, segment_bytes: int, limits: Limits | None = None) -> MooncakeClient:
-        """Connect to the master and lend it `segment_bytes` of memory (0 lends none).
+    def connect(cls, config: MooncakeConfig, limits: Limits | None = None) -> MooncakeClient:
+        """Connect to the master; no memory is lent.
 
         Raises:
             StoreUnavailable: no master, or no metadata server, answers there; nothing was imported, allocated or
@@ -152,17 +172,13 @@ class MooncakeClient:
         settings = {
             "local_hostname": config.local_hostname,
             "metadata_server": config.metadata_server,
-            "global_segment_size": segment_bytes,
+            "global_segment_size": 0,
             "local_buffer_size": _SCRATCH_BYTES,
             "protocol": config.protocol,
             "rdma_devices": config.device_name,
             "master_server_addr": config.master_server_address,
         }
         code = bounded(lambda: int(native.setup(settings)), limits.setup, "mooncake setup")
-        if code == codes.INVALID_PARAMS and segment_bytes:
-            raise config.settings["global_segment_size"].complain(
-                f"Mooncake could not lend {segment_bytes} bytes of memory; allowed: what this host has free"
-            )
         if code is None or code != codes.OK:
             answer = f"no answer in {limits.setup:g} s" if code is None else f"setup answered {code}"
             raise StoreUnavailable(
@@ -173,57 +189,128 @@ class MooncakeClient:
             )
         return cls(native, module.ReplicateConfig, config.master_server_address, limits)
 
-    def put(self, key_prefix: str, address: int, nbytes: int, replica_num: int = 1) -> str:
-        """Store `nbytes` at the registered `address` under a fresh key, hard-pinned; return "<key_prefix>/<uuid>".
+    @property
+    def segment_name(self) -> str:
+        """The name under which memory mounted by this client is preferred in `allocate`."""
+        self._check_usable()
+        return str(self._native.get_hostname())
 
-        A full store is waited for, up to Limits.put. Each attempt uses its own key: Mooncake answers success to a put
-        on a key that an interrupted put has blocked, and stores nothing (measured on 0.3.13.post1).
+    def mount(self, path: str, nbytes: int, protocol: str) -> str:
+        """Lend the file at `path`, mapped by Mooncake; return the id that `unmount` takes.
 
         Raises:
-            StoreFull: no room within Limits.put.
-            StoreUnavailable: the master or an owner does not answer, or fewer than replica_num owners took the object.
+            StoreUnavailable, StoreError: Mooncake or the master refuses.
         """
-        if nbytes <= 0 or not address:
-            raise ValueError(f"a put needs bytes: {nbytes} bytes at address {address:#x}")
-        started = time.monotonic()
-        for last in self._attempts(self._limits.put):
-            key = f"{key_prefix}/{uuid.uuid4().hex}"
-            config = self._replicate_config()
-            config.with_hard_pin = True  # anything less is evicted unread when memory runs short
-            config.replica_num = replica_num
-            code = self._call("put_from", key, address, nbytes, config)
-            if code == codes.OK:
-                self._confirm(key, nbytes, replica_num)
-                return key
-            if code not in (codes.NO_SPACE, codes.RPC_FAILED):
-                self._discard(key)  # it may hold part of the object
-            if last or not codes.outcome_of(code).retryable:
-                waited = f"after {time.monotonic() - started:.1f} s"
-                hint = f"{nbytes} bytes, {waited}; {self._next_step(code)}"
-                raise codes.error_for(code, "put", repr(key), hint)
-        raise AssertionError("unreachable: the last attempt returns or raises")
+        answer = self._call("mount_segment", path, nbytes, 0, protocol, "")
+        if answer["ret"] != codes.OK:
+            raise codes.error_for(answer["ret"], "mount", f"{nbytes} bytes of {path}")
+        return str(answer["segment_ids"][0])
 
-    def get_into(self, key: str, address: int, nbytes: int) -> None:
-        """Read the object `key`, exactly `nbytes` long, to the registered `address`.
+    def unmount(self, segment_id: str) -> None:
+        """Stop lending; a segment that the master no longer knows is not an error."""
+        self._call("unmount_segment", [segment_id])
+
+    def allocate(self, keys: Sequence[str], nbytes: Sequence[int], segment: str) -> None:
+        """Reserve an object of `nbytes` under each key, hard-pinned, in `segment` if it has room, else elsewhere.
+
+        All or none. The keys must never have been used: Mooncake answers success to a put on a key that an interrupted
+        put has blocked, and stores nothing (measured on 0.3.13.post1). Until `commit` the objects cannot be seen.
+
+        Raises:
+            StoreFull: no hole is large enough.
+            StoreUnavailable: the master does not answer.
+        """
+        if min(nbytes) <= 0:
+            raise ValueError(f"objects need bytes, not {min(nbytes)}")
+        answers = self._call("batch_put_session_start", list(keys), list(nbytes), self._pinned(segment))
+        code = min(answers)
+        if code != codes.OK:
+            self.revoke([key for key, answer in zip(keys, answers, strict=True) if answer == codes.OK])
+            raise codes.error_for(code, "allocation", f"{sum(nbytes)} bytes", self._next_step(code))
+
+    def write(self, key: str, pieces: Sequence[tuple[int, int]]) -> None:
+        """Send pieces of registered memory, each (address, bytes), back to back into an allocated object.
+
+        Raises:
+            StoreUnavailable: its owner does not answer.
+        """
+        addresses, sizes = [address for address, _ in pieces], [nbytes for _, nbytes in pieces]
+        starts = [0, *accumulate(sizes)][:-1]
+        code = self._call("batch_put_from_multi_buffer_ranges", [key], [addresses], [sizes], [starts])[0]
+        if code != sum(sizes):
+            raise codes.error_for(min(code, -1), "write", repr(key), f"{sum(sizes)} bytes; {self._next_step(code)}")
+
+    def commit(self, keys: Sequence[str]) -> None:
+        """Make allocated objects visible; StoreError when the master has forgotten one."""
+        code = min(self._call("batch_put_session_end", list(keys)))
+        if code != codes.OK:
+            raise codes.error_for(code, "commit", repr(keys[0]), self._next_step(code))
+
+    def revoke(self, keys: Sequence[str]) -> None:
+        """Give allocations back, committed or not. Best effort: what stays goes with the run's keys."""
+        if keys:
+            with contextlib.suppress(StoreError):
+                self._call("batch_put_session_revoke", list(keys))
+                self._call("batch_remove", list(keys), True)
+
+    def locate(self, keys: Sequence[str]) -> list[Location | None]:
+        """Where each object's first complete copy lies, None for an object that does not exist.
+
+        Raises:
+            StoreUnavailable: the master does not answer.
+        """
+        described = self._call("batch_get_replica_desc", list(keys))
+        found = [_location(described.get(key, ())) for key in keys]
+        if None in found:
+            self.exist(keys)  # a master that does not answer describes nothing
+        return found
+
+    def exist(self, keys: Sequence[str]) -> list[bool]:
+        """Whether each object is committed; StoreUnavailable when the master does not answer."""
+        answers: list[int] = []
+
+        def look() -> int:
+            answers[:] = self._call("batch_is_exist", list(keys))
+            return min(answers, default=codes.OK)
+
+        self._until_answered("lookup", f"{len(keys)} keys", look)
+        return [answer == 1 for answer in answers]
+
+    def read(self, address: int, ranges: Sequence[Range], seconds: float | None = None) -> None:
+        """Copy ranges of objects to registered memory that starts at `address`; they travel together.
+
+        Args:
+            seconds: for a failing owner or master to answer again, instead of Limits.get.
 
         Raises:
             ObjectNotFound: the store has no such object.
             ObjectLost: its owner stopped answering and did not come back.
-            IntegrityError: the object has another length.
+            IntegrityError: the object is shorter than a range.
             StoreUnavailable: the master does not answer.
         """
+        keys = [wanted.key for wanted in ranges]
+        to, start, sizes = ([[[r.to]] for r in ranges], [[[r.start]] for r in ranges], [[[r.nbytes]] for r in ranges])
         owner_failed = False
-        for last in self._attempts(self._limits.get):
-            code = self._call("get_into", key, address, nbytes)
-            if code == nbytes:
+        for last in attempts(self._limits.get if seconds is None else seconds):
+            answers = self._call("get_into_ranges", [address] * len(keys), [[key] for key in keys], to, start, sizes)
+            flat = [answer[0][0] for answer in answers]
+            failed = [i for i, answer in enumerate(flat) if answer != ranges[i].nbytes]
+            if not failed:
                 return
-            if code >= 0 or code == codes.INVALID_PARAMS:  # the object is longer than the buffer
-                raise IntegrityError(f"object {key!r} does not have the {nbytes} bytes its ref says (get: {code})")
+            key, code = keys[failed[0]], flat[failed[0]]
+            if code >= 0 or code == codes.INVALID_PARAMS:
+                raise IntegrityError(f"object {key!r} is shorter than its ref says (get: {code})")
             owner_failed |= code == codes.TRANSFER_FAILED
             if owner_failed and (last or code == codes.NOT_FOUND):
-                raise ObjectLost(f"the owner of {key!r} stopped answering and its {nbytes} bytes are gone", code=code)
+                raise ObjectLost(f"the owner of {key!r} stopped answering and its bytes are gone", code=code)
             if last or not codes.outcome_of(code).retryable:
                 raise codes.error_for(code, "get", repr(key), self._next_step(code))
+
+    def replace(self, key: str, address: int, nbytes: int, segment: str) -> None:
+        """Store registered memory under `key`, over what is there. For small records only: readers may see either."""
+        code = self._call("upsert_from", key, address, nbytes, self._pinned(segment))
+        if code != codes.OK:
+            raise codes.error_for(code, "record", repr(key), self._next_step(code))
 
     def remove(self, key: str) -> None:
         """Free the object `key`, whatever leases readers hold on it; an object that is already gone is not an error.
@@ -231,12 +318,15 @@ class MooncakeClient:
         Raises:
             StoreUnavailable: the master does not answer.
         """
-        for last in self._attempts(self._limits.remove):
-            code = self._call("remove", key, True)
-            if code in (codes.OK, codes.NOT_FOUND):
-                return
-            if last or not codes.outcome_of(code).retryable:
-                raise codes.error_for(code, "remove", repr(key), self._next_step(code))
+        self._until_answered("remove", repr(key), lambda: int(self._call("remove", key, True)))
+
+    def remove_matching(self, pattern: str) -> int:
+        """Free every object whose key matches a regular expression; return how many.
+
+        Raises:
+            StoreUnavailable: the master does not answer.
+        """
+        return self._until_answered("remove", repr(pattern), lambda: int(self._call("remove_by_regex", pattern, True)))
 
     def register(self, address: int, nbytes: int) -> None:
         """Make memory usable by put and get_into; StoreError when Mooncake refuses."""
@@ -257,63 +347,54 @@ class MooncakeClient:
             self._closed = True
             self._closer()
 
-    def _call(self, operation: str, *arguments: Any) -> int:
+    def _call(self, operation: str, *arguments: Any) -> Any:
+        self._check_usable()
+        with self._lock:
+            if self._closed:
+                raise StoreClosed(f"the connection to {self._master} is closed; open a new store")
+            return getattr(self._native, operation)(*arguments)
+
+    def _check_usable(self) -> None:
         # Before the lock, which a fork may have copied in its locked state.
         if os.getpid() != self._pid:
             raise StoreClosed(
                 f"this store was opened by process {self._pid} and forked into {os.getpid()}, where Mooncake cannot "
                 f"work; start the process with 'spawn' and open a store in it"
             )
-        with self._lock:
-            if self._closed:
-                raise StoreClosed(f"the connection to {self._master} is closed; open a new store")
-            result: int = getattr(self._native, operation)(*arguments)
-            return result
 
-    def _confirm(self, key: str, nbytes: int, replica_num: int) -> None:
-        """Check that an acknowledged put left `replica_num` complete copies; Mooncake treats the number as a wish."""
-        descriptors = self._describe(key)
-        sizes = [
-            descriptor.get_memory_descriptor().buffer_descriptor.size
-            for descriptor in descriptors
-            if descriptor.is_memory_replica() and descriptor.status.name == "COMPLETE"
-        ]
-        if sizes.count(nbytes) >= replica_num:
-            return
-        self._discard(key)
-        raise StoreUnavailable(
-            f"{sizes.count(nbytes)} of {replica_num} replicas of {key!r} were stored; each needs an owner of its own "
-            f"with {nbytes} bytes free: start more processes that contribute a segment, or lower replica_num"
-        )
+    def _pinned(self, segment: str) -> Any:
+        config = self._replicate_config()
+        config.with_hard_pin = True  # anything less is evicted unread when memory runs short
+        config.preferred_segment = segment
+        return config
 
-    def _describe(self, key: str) -> list[Any]:
-        descriptors: Any = self._call("get_replica_desc", key)
-        return list(descriptors or ())
-
-    def _discard(self, key: str) -> None:
-        """Best effort: what stays behind goes with the run's keys, and the error being raised matters more."""
-        with contextlib.suppress(StoreError):
-            self._call("remove", key, True)
-
-    def _attempts(self, seconds: float) -> Iterator[bool]:
-        """Yield False before each attempt, pausing longer each time, and True before the last one."""
-        deadline = time.monotonic() + seconds
-        pause = self._limits.first_pause
-        while time.monotonic() + pause < deadline:
-            yield False
-            time.sleep(pause)
-            pause = min(2 * pause, self._limits.longest_pause)
-        yield True
+    def _until_answered(self, operation: str, subject: str, call: Callable[[], int]) -> int:
+        """Repeat what changes nothing more when it is repeated, within Limits.remove; an absent object is an answer."""
+        for last in attempts(self._limits.remove):
+            code = call()
+            if code >= 0 or code == codes.NOT_FOUND:
+                return code
+            if last or not codes.outcome_of(code).retryable:
+                raise codes.error_for(code, operation, subject, self._next_step(code))
+        raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _next_step(self, code: int) -> str:
         error = codes.outcome_of(code).error
         if error is StoreFull:
-            return "remove batches that were read, contribute a larger segment, or put smaller batches"
+            return "remove batches that were read, or lend a larger segment (global_segment_size)"
         if error is StoreUnavailable:
             return f"check the master at {self._master} and the processes that contribute segments"
         if error is ObjectNotFound:
             return "it was removed, or its owner's memory is gone"
         return "this is not expected: report it with the master's log"
+
+
+def _location(descriptors: Iterable[Any]) -> Location | None:
+    for descriptor in descriptors:
+        if descriptor.is_memory_replica() and descriptor.status.name == "COMPLETE":
+            buffer = descriptor.get_memory_descriptor().buffer_descriptor
+            return Location(buffer.transport_endpoint, buffer.buffer_address, buffer.size)
+    return None
 
 
 def _probe(config: MooncakeConfig, seconds: float) -> None:

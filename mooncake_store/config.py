@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from mooncake_store.errors import ConfigError
 from mooncake_store.memory import memory_limit
 
 PROTOCOLS = ("tcp", "rdma")
+VERIFY = ("network", "always")
 MASTER_VARIABLE = "MOONCAKE_MASTER"
 MISTAKEN_MASTER_VARIABLE = "MOONCAKE_MASTER_ADDR"
 P2P_METADATA = "P2PHANDSHAKE"
@@ -92,7 +93,11 @@ class MooncakeConfig:
             at least 16mb, and less than this host's or cgroup's memory.
         local_buffer_size: upper bound, in bytes, of the warm buffers through which this process puts and gets. The
             default is lowered to the memory there is; a value that was given and does not fit is refused.
-        chunk_bytes: accepted for launch scripts written for miles; a batch is one object here, so it is not used.
+        chunk_bytes: largest part, in bytes, in which a batch is stored; None stores it in one part wherever it fits.
+            Batches of several parts are copied on every get, those of one part are not where readers share memory.
+        share_memory: whether processes of one node look into a segment's memory instead of moving its bytes over the
+            network; where that is impossible they fall back by themselves.
+        verify: "network" checks the digests of bytes that moved, "always" also of those seen in shared memory.
         settings: by field, what was given and where it came from.
     """
 
@@ -104,7 +109,13 @@ class MooncakeConfig:
     global_segment_size: int
     local_buffer_size: int
     chunk_bytes: int | None
+    share_memory: bool
+    verify: str
     settings: Mapping[str, Setting] = field(compare=False, repr=False)
+
+    def as_kwargs(self) -> dict[str, Any]:
+        """The settings as init_kwargs that `resolve` reads back, whatever the environment says then."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "settings"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +133,8 @@ _FIELDS = {
     "global_segment_size": _Field("MOONCAKE_GLOBAL_SEGMENT_SIZE", "8gb"),
     "local_buffer_size": _Field("MOONCAKE_LOCAL_BUFFER_SIZE", "32gb"),
     "chunk_bytes": _Field(None, None),
+    "share_memory": _Field(None, True),
+    "verify": _Field(None, VERIFY[0]),
 }
 # The variable that each setting falls back to, for those that have one.
 VARIABLES = {name: field.variable for name, field in _FIELDS.items() if field.variable is not None}
@@ -161,7 +174,7 @@ def resolve(
     segment_bytes = _segment(settings["global_segment_size"])
     buffer_bytes = _positive(settings["local_buffer_size"], "at least one batch, since all go through a buffer")
     chunk_bytes = None if settings["chunk_bytes"].value is None else _positive(settings["chunk_bytes"], "at least 1")
-    protocol = _protocol(settings["protocol"])
+    protocol = _one_of(settings["protocol"], PROTOCOLS)
     settings["device_name"] = _device(settings["device_name"], settings["protocol"], infiniband)
     settings["local_hostname"] = _hostname(settings["local_hostname"], master, node_ip)
     return MooncakeConfig(
@@ -173,6 +186,8 @@ def resolve(
         global_segment_size=segment_bytes,
         local_buffer_size=buffer_bytes,
         chunk_bytes=chunk_bytes,
+        share_memory=_switch(settings["share_memory"]),
+        verify=_one_of(settings["verify"], VERIFY),
         settings=settings,
     )
 
@@ -289,10 +304,16 @@ def _metadata(setting: Setting) -> str:
     return server
 
 
-def _protocol(setting: Setting) -> str:
-    if setting.value not in PROTOCOLS:
-        raise setting.complain(f"allowed: {', '.join(PROTOCOLS)}")
+def _one_of(setting: Setting, allowed: Sequence[str]) -> str:
+    if setting.value not in allowed:
+        raise setting.complain(f"allowed: {', '.join(allowed)}")
     return str(setting.value)
+
+
+def _switch(setting: Setting) -> bool:
+    if not isinstance(setting.value, bool):
+        raise setting.complain("allowed: true, false")
+    return setting.value
 
 
 def _device(device: Setting, protocol: Setting, infiniband: Path) -> Setting:

@@ -17,6 +17,18 @@ FORMAT = 1
 UNSTAMPED = "default"  # the weight version an engine reports before its first update
 
 
+class CopyOf(NamedTuple):
+    """One replica of a batch.
+
+    Attributes:
+        sentinel: key of the object that the store has as long as it remembers the memory of this copy.
+        part_bytes: payload of each of its parts but the last, which has the rest; in bytes.
+    """
+
+    sentinel: str
+    part_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class BatchRef:
     """Names one stored batch and says what a scheduler needs without reading it.
@@ -32,6 +44,7 @@ class BatchRef:
         weight_version_max: newest weight version among the samples, None when no sample carries one.
         rollout_id: smallest value of the column `rollout_ids`, None without that column.
         format: version of this record.
+        copies: where Mooncake keeps it, one entry per replica, all with distinct owners; empty for other backends.
         handle: what must travel with the ref for the bytes to stay alive (Ray's object reference); None otherwise.
     """
 
@@ -44,6 +57,7 @@ class BatchRef:
     weight_version_min: int | None = None
     weight_version_max: int | None = None
     rollout_id: int | None = None
+    copies: tuple[CopyOf, ...] = ()
     format: int = FORMAT
     handle: Any = None
 
@@ -80,7 +94,7 @@ class BatchRef:
             record = msgspec.json.decode(text, type=_Record)
         except (ValueError, TypeError, KeyError) as error:
             raise IntegrityError(f"not a BatchRef: {error!r} in {text!r:.200}") from error
-        return cls(**msgspec.structs.asdict(record))
+        return cls(**{**msgspec.structs.asdict(record), "copies": tuple(CopyOf(*copy) for copy in record.copies)})
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -98,6 +112,7 @@ class _Record(msgspec.Struct, forbid_unknown_fields=True):
     weight_version_min: _Count | None
     weight_version_max: _Count | None
     rollout_id: int | None
+    copies: list[tuple[str, Annotated[int, msgspec.Meta(gt=0)]]]
     format: int
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from mooncake_store.backends import BackendOptions, Carrier, find_backend
+from mooncake_store.backends import BackendOptions, Carrier, Stored, find_backend
 from mooncake_store.columns import ValueSpec
 from mooncake_store.errors import ConfigError, StoreClosed
 from mooncake_store.layout import Rows, as_lists, decode, encode
 from mooncake_store.ref import BatchRef, provenance
+from mooncake_store.releases import Releases
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -26,8 +30,9 @@ class GetResult:
     only when the last array that looks into it is gone, so an array kept longer stays valid.
     """
 
-    def __init__(self, batch: dict[str, Any]) -> None:
+    def __init__(self, batch: dict[str, Any], stored: Stored) -> None:
         self._batch: dict[str, Any] | None = batch
+        self._stored: Stored | None = stored
 
     @property
     def value(self) -> dict[str, Any]:
@@ -37,8 +42,15 @@ class GetResult:
         return self._batch
 
     def release(self) -> None:
-        """Let go of the batch; idempotent."""
-        self._batch = None
+        """Let go of the batch; idempotent.
+
+        Raises:
+            IntegrityError: the batch was removed while it was read, and its memory given to another. What was computed
+                from it may be wrong.
+        """
+        stored, self._batch, self._stored = self._stored, None, None
+        if stored is not None:
+            stored.check()
 
     def __enter__(self) -> dict[str, Any]:
         return self.value
@@ -46,7 +58,10 @@ class GetResult:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.release()
+        if error is None:
+            self.release()
+        else:  # what went wrong first is what the caller should see
+            self._batch = self._stored = None
 
 
 class ObjectStore:
@@ -59,6 +74,10 @@ class ObjectStore:
         self._closed = False
         self._pid = os.getpid()
         self._lock = threading.Lock()
+        # One: Mooncake's transfers hinder each other, and a background read should not starve a caller's own.
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self._prefetches: dict[str, Future[Stored]] = {}
+        self._releases = Releases()
         self._stats = {"puts": 0, "gets": 0, "removes": 0, "bytes_put": 0, "bytes_got": 0}
 
     def put(self, batch: Mapping[str, Any], value_spec: Mapping[str, ValueSpec] | None = None) -> BatchRef:
@@ -87,6 +106,7 @@ class ObjectStore:
             num_rows=encoded.num_rows,
             nbytes=encoded.nbytes,
             digest=placed.digest,
+            copies=placed.copies,
             handle=placed.handle,
             **origin._asdict(),
         )
@@ -97,8 +117,12 @@ class ObjectStore:
         fields: Sequence[str] | None = None,
         rows: Rows = None,
         as_lists: bool = False,
+        on_release: Callable[[], None] | None = None,
     ) -> GetResult:
-        """Read a batch, or some of its columns and rows. Every byte returned was checked against the ref's digest.
+        """Read a batch, or some of its columns and rows. Every byte that moved is checked against the ref's digest.
+
+        Bytes that did not move, in memory shared with the writer, are known by the object's frame; its digests are
+        checked there with the setting verify="always".
 
         Numbers come back as read-only numpy views, whichever types carried them in; bfloat16 and float8, which numpy
         lacks, as torch tensors, which are copies of the caller's own.
@@ -108,6 +132,8 @@ class ObjectStore:
             fields: columns to return, in this order; None for all.
             rows: a slice or row numbers; None for all. Values that describe the whole batch ignore it.
             as_lists: numeric columns as Python lists instead.
+            on_release: called once, in a thread of the store's, when the result was released and the last array that
+                looks into its memory is gone: the moment to acknowledge the batch to a `Ledger`.
 
         Raises:
             ObjectNotFound, ObjectLost: the batch was removed, or died with its owner.
@@ -119,11 +145,42 @@ class ObjectStore:
         """
         self._check_open()
         self._check_ref(ref)
-        data = self._carrier.get(ref)
+        stored = self._prefetched(ref) or self._carrier.get(ref)
+        verify = self._carrier.verify_shared or not stored.shared
         # Through a read-only memoryview: an array's own flag could be set back by whoever holds a view.
-        batch = decode(data.data.toreadonly(), fields, rows, digest=ref.digest)
+        batch = decode(stored.bytes.data.toreadonly(), fields, rows, digest=ref.digest, verify=verify)
+        stored.check()  # what was decoded into values of its own was read from memory that was still this batch's
         self._count(gets=1, bytes_got=ref.nbytes)
-        return GetResult(_as_lists(batch) if as_lists else batch)
+        if on_release is not None:
+            self._releases.call_when_gone(stored.bytes, on_release)
+        return GetResult(_as_lists(batch) if as_lists else batch, stored)
+
+    def prefetch(self, ref: BatchRef) -> None:
+        """Start reading a batch in the background; the next `get` of it here takes what was read, or its failure.
+
+        Raises:
+            StoreClosed, ConfigError: as `get`.
+        """
+        self._check_open()
+        self._check_ref(ref)
+        with self._lock:
+            if ref.key not in self._prefetches:
+                self._prefetches[ref.key] = self._background.submit(self._carrier.get, ref)
+
+    async def aput(self, batch: Mapping[str, Any], value_spec: Mapping[str, ValueSpec] | None = None) -> BatchRef:
+        """`put` in a thread of the store's, so that the event loop goes on. Cancelling does not undo what has begun."""
+        return await asyncio.wrap_future(self._background.submit(self.put, batch, value_spec))
+
+    async def aget(
+        self,
+        ref: BatchRef,
+        fields: Sequence[str] | None = None,
+        rows: Rows = None,
+        as_lists: bool = False,
+        on_release: Callable[[], None] | None = None,
+    ) -> GetResult:
+        """`get` in a thread of the store's, so that the event loop goes on."""
+        return await asyncio.wrap_future(self._background.submit(self.get, ref, fields, rows, as_lists, on_release))
 
     def remove(self, ref: BatchRef) -> None:
         """Free a batch. Removing it again, or when it is already gone, does nothing.
@@ -146,6 +203,8 @@ class ObjectStore:
         """Disconnect; idempotent. Every later call raises StoreClosed; arrays already read stay valid."""
         self._closed = True
         if os.getpid() == self._pid:
+            self._background.shutdown(wait=True, cancel_futures=True)
+            self._releases.close()
             self._carrier.close()
 
     def __enter__(self) -> ObjectStore:
@@ -173,6 +232,12 @@ class ObjectStore:
                 f"open the same backend in every process"
             )
 
+    def _prefetched(self, ref: BatchRef) -> Stored | None:
+        with self._lock:
+            reading = self._prefetches.pop(ref.key, None)
+        # One that has not begun is given up: here it would wait behind others, or behind this very call.
+        return None if reading is None or reading.cancel() else reading.result()
+
     def _count(self, **amounts: int) -> None:
         with self._lock:
             for name, amount in amounts.items():
@@ -188,6 +253,7 @@ def open_store(
     replica_num: int = 1,
     contribute_segment: bool | None = None,
     run_id: str | None = None,
+    log_dir: Path | None = None,
 ) -> ObjectStore:
     """Open the store of this process.
 
@@ -198,7 +264,9 @@ def open_store(
         replica_num: number of owners that must hold each batch; a put that gets fewer fails. Ray takes 1 only.
         contribute_segment: whether this process lends memory to the store; None means that LOCAL_RANK is unset or 0,
             so that one process per node does.
-        run_id: names the run whose keys this store writes; None makes a new one. Processes of one run share it.
+        run_id: names the run whose keys this store writes; None makes a new one. The first put claims it for this
+            process: one process puts under a run id, any number read.
+        log_dir: directory of the log of a segment holder that is started here; None for the system's temporary one.
 
     Raises:
         ConfigError: an unknown backend or setting, or a value that cannot be used (also a ValueError).
@@ -212,7 +280,7 @@ def open_store(
         run_id = uuid.uuid4().hex
     if not isinstance(run_id, str) or not _RUN_ID.fullmatch(run_id):
         raise ConfigError(f"run_id = {run_id!r}: allowed are 1 to 128 letters, digits, '.', '_' and '-'")
-    options = BackendOptions(run_id, _checked_kwargs(init_kwargs), replica_num, contribute_segment)
+    options = BackendOptions(run_id, _checked_kwargs(init_kwargs), replica_num, contribute_segment, log_dir)
     return ObjectStore(backend, run_id, find_backend(backend)(options))
 
 

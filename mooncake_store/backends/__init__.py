@@ -11,13 +11,14 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from mooncake_store.errors import ConfigError, MissingDependency
-from mooncake_store.ref import BatchRef
+from mooncake_store.ref import BatchRef, CopyOf
 
 ENTRY_POINT_GROUP = "mooncake_store.backends"
 BUILT_IN = {"ray": "mooncake_store.backends.ray", "mooncake": "mooncake_store.backends.mooncake"}
@@ -42,6 +43,7 @@ class BackendOptions:
     init_kwargs: Mapping[str, Any] = field(default_factory=dict)
     replica_num: int = 1
     contribute_segment: bool | None = None
+    log_dir: Path | None = None
 
     @property
     def contributes(self) -> bool:
@@ -53,11 +55,31 @@ class BackendOptions:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where a payload went: its key, its digest, and the handle that must travel inside the ref, if any."""
+    """Where a payload went: its key, its digest, and what of it must travel inside the ref (see BatchRef)."""
 
     key: str
     digest: str
     handle: Any = None
+    copies: tuple[CopyOf, ...] = ()
+
+
+def _unchanged() -> None:
+    """A copy of the caller's own cannot change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The bytes of an object, as they were read.
+
+    Attributes:
+        bytes: uint8 [nbytes]; the memory stays valid while any view of it lives.
+        shared: they lie where the writer wrote them, and were not moved since; others may be looking at them too.
+        check: raises IntegrityError if that memory was given to another batch meanwhile.
+    """
+
+    bytes: npt.NDArray[np.uint8]
+    shared: bool = False
+    check: Callable[[], None] = _unchanged
 
 
 class Carrier(Protocol):
@@ -66,11 +88,10 @@ class Carrier(Protocol):
     def put(self, payload: Payload) -> Placed:
         """Store one object; when it returns, the object can be read elsewhere."""
 
-    def get(self, ref: BatchRef) -> npt.NDArray[np.uint8]:
-        """Return the object, uint8 [ref.nbytes]; its memory stays valid while any view of it lives.
+    verify_shared: bool  # whether the store checks the payload's digests also where the bytes did not move
 
-        Callers of the store get read-only views of it.
-        """
+    def get(self, ref: BatchRef) -> Stored:
+        """Return the object, ref.nbytes long. Callers of the store get read-only views of it."""
 
     def remove(self, ref: BatchRef) -> None:
         """Free the object; removing what is already gone is not an error."""

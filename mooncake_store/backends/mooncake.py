@@ -1,18 +1,33 @@
-"""Carries batches through Mooncake Store, by way of warm registered buffers on both sides."""
+"""Carries batches through Mooncake Store: in the memory of segment holders, seen in place where a node shares it."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import tempfile
+import threading
+import uuid
+from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
-from mooncake_store.backends import BackendOptions, Payload, Placed
+from mooncake_store.backends import BackendOptions, Payload, Placed, Stored
+from mooncake_store.claim import RunClaim, batch_prefix
 from mooncake_store.client import Limits, MooncakeClient
-from mooncake_store.config import fit_to_host, resolve
+from mooncake_store.config import MooncakeConfig, fit_to_host, resolve
+from mooncake_store.errors import StoreError
+from mooncake_store.holder import RunningHolder, start_holder
+from mooncake_store.outstanding import Outstanding
+from mooncake_store.owners import Owners
+from mooncake_store.placement import Writer
 from mooncake_store.pool import BufferPool
-from mooncake_store.ref import BatchRef
+from mooncake_store.reading import Reader
+from mooncake_store.records import Records
+from mooncake_store.ref import BatchRef, CopyOf
+from mooncake_store.segment import boot_id
+
+KEEPER_SECONDS = 1.0
+_FORGET_EVERY = 30  # ticks
+_log = logging.getLogger(__name__)
 
 
 class MooncakeCarrier:
@@ -20,51 +35,98 @@ class MooncakeCarrier:
 
     Args:
         client: the connection; this carrier closes it.
-        run_id: first part of every key.
-        replica_num: owners that must hold each object.
-        buffer_bytes: bound on the warm buffers, in bytes.
-        wait: seconds to wait for a buffer that results still hold.
+        config: its settings.
+        run_id: named in every key, and claimed before the first put.
+        replica_num: holders that must have a copy of each object.
+        limits: of waiting.
     """
 
     def __init__(
-        self, client: MooncakeClient, run_id: str, replica_num: int, buffer_bytes: int, wait: float = 30.0
+        self,
+        client: MooncakeClient,
+        config: MooncakeConfig,
+        run_id: str,
+        replica_num: int = 1,
+        limits: Limits | None = None,
     ) -> None:
-        self._client = client
-        self._prefix = f"run/{run_id}/b"
-        self._replica_num = replica_num
-        self._pool = BufferPool(buffer_bytes, wait, client.register, client.unregister)
+        limits = limits or Limits()
+        self.verify_shared = config.verify == "always"
+        self._client, self._run_id, self._replica_num = client, run_id, replica_num
+        self._holder: RunningHolder | None = None
+        self._pool = BufferPool(config.local_buffer_size, limits.put, client.register, client.unregister)
+        records = Records(client)
+        self._owners = Owners(client, records, config.share_memory)
+        self._writer = Writer(client, self._owners, self._pool, limits, config.chunk_bytes)
+        self._reader = Reader(client, self._owners, self._pool, limits)
+        self._claim = RunClaim(client, records, run_id)
+        self._outstanding = Outstanding(client, records, self._owners)
+        self._ended = threading.Event()
+        self._keeper: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def lend(self, config: MooncakeConfig, log: Path) -> None:
+        """Start a segment holder that ends with this carrier, unless one lends memory of this node already.
+
+        Raises what `start_holder` raises.
+        """
+        if all(record.boot_id != boot_id() for record in self._owners.refresh()):
+            self._holder = start_holder(config, log)
 
     def put(self, payload: Payload) -> Placed:
-        lease = self._pool.acquire(payload.nbytes)
-        try:
-            digest = payload.write_into(lease.array)
-            key = self._client.put(self._prefix, lease.address, lease.nbytes, self._replica_num)
-        finally:
-            lease.release()
-        return Placed(key, digest)
+        written = self._writer.put(batch_prefix(self._run_id), payload, self._replica_num, self._claimed)
+        self._outstanding.add(written)
+        copies = tuple(CopyOf(copy.owner.sentinel, copy.parts[0].frame.part_bytes) for copy in written.copies)
+        return Placed(written.key, written.digest, copies=copies)
 
-    def get(self, ref: BatchRef) -> npt.NDArray[np.uint8]:
-        lease = self._pool.acquire(ref.nbytes)
-        try:
-            self._client.get_into(ref.key, lease.address, ref.nbytes)
-        except BaseException:
-            lease.release()
-            raise
-        return lease.array
+    def get(self, ref: BatchRef) -> Stored:
+        return self._reader.get(ref)
 
     def remove(self, ref: BatchRef) -> None:
-        self._client.remove(ref.key)
+        self._reader.remove(ref)
+        self._outstanding.discard(ref.key)
 
     def close(self) -> None:
+        self._ended.set()
+        keeper = self._keeper
+        if keeper is not None and keeper is not threading.current_thread():
+            keeper.join(2 * KEEPER_SECONDS)
+        self._claim.release()
         self._pool.close()
         self._client.close()
+        if self._holder is not None:
+            self._holder.stop()
+
+    def _claimed(self, segment: str) -> None:
+        """Own the run id, with its records in `segment`, and keep it from now on."""
+        self._claim.take(segment)
+        with self._lock:
+            if self._keeper is None:
+                self._keeper = threading.Thread(target=self._keep, name="mooncake keeper", daemon=True)
+                self._keeper.start()
+
+    def _keep(self) -> None:
+        ticks = 0
+        while not self._ended.wait(KEEPER_SECONDS):
+            ticks += 1
+            try:
+                self._outstanding.tick()
+                owners = self._owners.all()
+                if owners:
+                    self._claim.beat(owners[0].name)
+                if ticks % _FORGET_EVERY == 0:
+                    self._outstanding.forget_removed()
+            except StoreError as error:
+                _log.info("run %s: %s", self._run_id, error)
 
 
 def open_carrier(options: BackendOptions) -> MooncakeCarrier:
-    """Connect as `options.init_kwargs` and the environment say.
+    """Connect as `options.init_kwargs` and the environment say; lend memory if this process contributes.
 
-    Raises what `resolve`, `fit_to_host` and `MooncakeClient.connect` raise, in this order: what can be decided here
-    comes before the network, and the network before memory and devices.
+    Memory is lent by a segment holder: the one that serves this node already, else one that is started here and ends
+    with this process.
+
+    Raises what `resolve`, `fit_to_host`, `MooncakeClient.connect` and `start_holder` raise, in this order: what can be
+    decided here comes before the network, and the network before memory and devices.
     """
     config = resolve(options.init_kwargs, os.environ, node_ip=_ray_node_ip)
     if options.contribute_segment and config.global_segment_size == 0:
@@ -72,9 +134,19 @@ def open_carrier(options: BackendOptions) -> MooncakeCarrier:
             "contradicts contribute_segment = True, since it lends nothing; set a size, or leave contribute_segment out"
         )
     config = fit_to_host(config, options.contributes)
-    segment_bytes = config.global_segment_size if options.contributes else 0
-    client = MooncakeClient.connect(config, segment_bytes, Limits())
-    return MooncakeCarrier(client, options.run_id, options.replica_num, config.local_buffer_size)
+    carrier = MooncakeCarrier(MooncakeClient.connect(config), config, options.run_id, options.replica_num)
+    if options.contributes and config.global_segment_size:
+        try:
+            carrier.lend(config, _log_file(options))
+        except BaseException:
+            carrier.close()
+            raise
+    return carrier
+
+
+def _log_file(options: BackendOptions) -> Path:
+    directory = options.log_dir or Path(tempfile.gettempdir())
+    return directory / f"segment-holder-{uuid.uuid4().hex[:8]}.log"
 
 
 def _ray_node_ip() -> str | None:

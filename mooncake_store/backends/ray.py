@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mooncake_store.backends import BackendOptions, Payload, Placed
+from mooncake_store.backends import BackendOptions, Payload, Placed, Stored
 from mooncake_store.errors import (
     ConfigError,
     IntegrityError,
@@ -51,6 +51,8 @@ class RayHandle:
 class RayCarrier:
     """Implements `Carrier` over a Ray that the caller has initialised."""
 
+    verify_shared = True
+
     def __init__(self, ray: Any, run_id: str, get_timeout: float = GET_TIMEOUT) -> None:
         self._ray = ray
         self._prefix = f"run/{run_id}/b"
@@ -72,7 +74,7 @@ class RayCarrier:
             lease.release()
         return Placed(f"{self._prefix}/{uuid.uuid4().hex}", digest, handle)
 
-    def get(self, ref: BatchRef) -> npt.NDArray[np.uint8]:
+    def get(self, ref: BatchRef) -> Stored:
         self.check_usable()
         errors = self._ray.exceptions
         if self._handle(ref).object_ref is None:
@@ -87,7 +89,7 @@ class RayCarrier:
             raise ObjectLost(f"Ray lost batch {ref.key!r}: {error}") from error
         except errors.RaySystemError as error:
             raise StoreUnavailable(f"Ray could not read {ref.key!r}: {error}") from error
-        return data
+        return Stored(data, shared=True)
 
     def remove(self, ref: BatchRef) -> None:
         self._handle(ref).drop()

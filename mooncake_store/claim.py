@@ -1,0 +1,173 @@
+"""Who owns a run id: an exclusive claim with a heartbeat, and the sweep of what dead runs left.
+
+A claim is alive while its heartbeat changes before the eyes of whoever asks. No clock is compared with another's, and
+none that can be set: only the observer's own monotonic one counts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+import time
+import uuid
+
+import msgspec
+
+from mooncake_store.client import MooncakeClient
+from mooncake_store.errors import ConfigError, StoreError
+from mooncake_store.records import Records
+
+BEAT_SECONDS = 1.0
+MISSED_BEATS = 5  # that make a run dead
+
+
+class Claimant(msgspec.Struct, frozen=True):
+    """The process that owns a run."""
+
+    token: str
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"process {self.pid} of {self.host}"
+
+
+def claim_key(run_id: str) -> str:
+    """Key of a run's claim."""
+    return f"run/{run_id}/claim"
+
+
+def beat_key(run_id: str) -> str:
+    """Key of a run's heartbeat, a record that changes."""
+    return f"run/{run_id}/beat"
+
+
+def batch_prefix(run_id: str) -> str:
+    """Stem of the keys of a run's batches."""
+    return f"run/{run_id}/b"
+
+
+def run_pattern(run_id: str) -> str:
+    """Regular expression of all keys of a run."""
+    return f"^run/{re.escape(run_id)}/"
+
+
+def owner_of(records: Records, run_id: str) -> Claimant | None:
+    """Who claims the run; None when nobody does."""
+    payload = records.read(claim_key(run_id))
+    try:
+        return None if payload is None else msgspec.json.decode(payload, type=Claimant)
+    except msgspec.DecodeError:
+        return None
+
+
+def is_alive(records: Records, run_id: str, seconds: float = BEAT_SECONDS * MISSED_BEATS) -> bool:
+    """Whether the run's heartbeat changes within `seconds`; returns as soon as it does.
+
+    Raises:
+        StoreUnavailable: the master does not answer.
+    """
+    deadline = time.monotonic() + seconds
+    first = records.read(beat_key(run_id))
+    while time.monotonic() < deadline:
+        time.sleep(BEAT_SECONDS / 4)
+        beat = records.read(beat_key(run_id))
+        if beat is not None and beat != first:
+            return True
+    return False
+
+
+def sweep(client: MooncakeClient, records: Records, run_id: str) -> int:
+    """Free everything a dead run left; return how many objects.
+
+    Raises:
+        ConfigError: the run is alive.
+        StoreUnavailable: the master does not answer.
+    """
+    if is_alive(records, run_id):
+        raise ConfigError(f"run {run_id!r} is alive ({owner_of(records, run_id)}); end it first, then sweep")
+    return client.remove_matching(run_pattern(run_id))
+
+
+class RunClaim:
+    """This process's claim on a run id: taken before the first put, kept by `beat`.
+
+    Args:
+        run_id: to claim.
+    """
+
+    def __init__(self, client: MooncakeClient, records: Records, run_id: str) -> None:
+        self._client, self._records, self._run_id = client, records, run_id
+        self._mine = Claimant(uuid.uuid4().hex, socket.gethostname(), os.getpid())
+        self._lock = threading.Lock()
+        self._held = False
+        self._lost: Claimant | None = None
+        self._beats = 0
+
+    def take(self, segment: str) -> None:
+        """Claim the run, once; the records go to `segment`. What a dead owner of the same id left is swept.
+
+        Raises:
+            ConfigError: a living process owns the run, or took it away from this one.
+            StoreFull, StoreUnavailable: the claim could not be written.
+        """
+        with self._lock:
+            if self._lost is not None:
+                raise self._in_use(self._lost)
+            if not self._held:
+                self._take(segment)
+                self._held = True
+
+    def beat(self, segment: str) -> None:
+        """Show that the run is alive; claim again what a restart of the master or the end of a holder has lost.
+
+        Raises:
+            StoreFull, StoreUnavailable: it could not be written; the next beat may be.
+        """
+        with self._lock:
+            if not self._held:
+                return
+            if not self._records.claim(claim_key(self._run_id), msgspec.json.encode(self._mine), segment):
+                other = owner_of(self._records, self._run_id)
+                if other is not None and other != self._mine:
+                    self._held, self._lost = False, other
+                    return
+            self._beat(segment)
+
+    def release(self) -> None:
+        """Give the run id up; what the run put stays until it is removed or swept. Best effort."""
+        with self._lock:
+            if self._held:
+                self._held = False
+                for key in (claim_key(self._run_id), beat_key(self._run_id)):
+                    try:
+                        self._client.remove(key)
+                    except StoreError:
+                        return
+
+    def _take(self, segment: str) -> None:
+        mine = msgspec.json.encode(self._mine)
+        other: Claimant | None = None
+        for _ in range(2):
+            if self._records.claim(claim_key(self._run_id), mine, segment):
+                self._beat(segment)
+                return
+            other = owner_of(self._records, self._run_id)
+            if is_alive(self._records, self._run_id):
+                break
+            if owner_of(self._records, self._run_id) == other:  # nobody took it over meanwhile
+                self._client.remove_matching(run_pattern(self._run_id))
+        raise self._in_use(other)
+
+    def _beat(self, segment: str) -> None:
+        self._beats += 1
+        beat = f"{self._mine.token} {self._beats}".encode()
+        self._records.replace(beat_key(self._run_id), beat, segment)
+
+    def _in_use(self, owner: Claimant | None) -> ConfigError:
+        return ConfigError(
+            f"run_id = {self._run_id!r} is in use by {owner or 'another process'}; give this run another run_id (or "
+            f"none, for a fresh one), or end that process"
+        )

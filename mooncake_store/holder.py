@@ -1,0 +1,329 @@
+"""The segment holder: a small process that lends memory to the store and outlives writers and readers.
+
+`python -m mooncake_store.holder JSON` is what `start_holder` and `miles-mooncake holder` run. One per node is enough;
+its record is found by everybody in one of SLOTS records of the store.
+
+A restarted master believes that all memory is free, and Mooncake lends it the same memory again within a second,
+although readers look into it. The sentinel object of each segment is gone then: writers look for it after they were
+given memory and before they write. The holder lends fresh memory, keeps the old, and copies from it what writers ask
+for: they know what is unacknowledged.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+import secrets
+import signal
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from mooncake_store import frame
+from mooncake_store.arrays import Bytes
+from mooncake_store.client import Limits, MooncakeClient
+from mooncake_store.config import MooncakeConfig, resolve
+from mooncake_store.errors import IntegrityError, StoreError, StoreUnavailable
+from mooncake_store.process import ManagedProcess
+from mooncake_store.records import Records
+from mooncake_store.segment import (
+    PROBE_BYTES,
+    SegmentRecord,
+    boot_id,
+    make_memory,
+    mapped_at,
+    populate,
+    sentinel_key,
+)
+
+SLOTS = 64
+TICK_SECONDS = 0.25
+KEEP_SECONDS = 60.0  # how long memory of before a restart is kept for writers to ask for what was in it
+_log = logging.getLogger(__name__)
+
+
+def slot_key(slot: int) -> str:
+    """Key of a record that a holder may claim."""
+    return f"holder/slot/{slot}"
+
+
+def ask_key(holder: str, epoch: int, number: int) -> str:
+    """Key of the request `number` of those made to a holder in one epoch."""
+    return f"holder/{holder}/epoch/{epoch}/ask/{number}"
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """An object to copy out of the memory of before a restart: key, offset of its frame there, and what that says."""
+
+    key: str
+    offset: int
+    id: bytes
+    part: int
+    parts: int
+    part_bytes: int
+    object_bytes: int
+
+    @property
+    def frame(self) -> frame.Frame:
+        return frame.Frame(self.id, self.part, self.parts, self.part_bytes, self.object_bytes)
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """A writer's request after a restart: publish again what lay in the segment of `epoch`."""
+
+    epoch: int
+    objects: list[Kept]
+
+
+@dataclass
+class _Segment:
+    """Memory lent now or before: the memfd, a mapping of it, and what Mooncake calls it."""
+
+    record: SegmentRecord
+    segment_id: str
+    descriptor: int
+    memory: mmap.mmap
+    kept_until: float = 0.0
+
+    @property
+    def bytes(self) -> Bytes:
+        return np.frombuffer(self.memory, dtype=np.uint8)
+
+    def forget(self) -> None:
+        os.close(self.descriptor)
+        self.memory.close()
+
+
+class SegmentHolder:
+    """Lends `nbytes` of memory through a client of its own until `close`.
+
+    Raises:
+        StoreUnavailable, StoreFull: the master does not answer, or all SLOTS are taken.
+    """
+
+    def __init__(self, client: MooncakeClient, nbytes: int, protocol: str, holder: str) -> None:
+        self._client, self._nbytes, self._protocol, self._holder = client, nbytes, protocol, holder
+        self._records = Records(client)
+        self._before: list[_Segment] = []
+        self._asked = 0
+        self._current = self._lend(epoch=0)
+
+    @property
+    def record(self) -> SegmentRecord:
+        """What is lent now."""
+        return self._current.record
+
+    def tick(self) -> None:
+        """Look whether the master still knows the segment and whether somebody asks for something; act on it.
+
+        Raises:
+            StoreUnavailable: the master does not answer; the next tick may find it again.
+        """
+        record = self.record
+        known, asked = self._client.exist([record.sentinel, ask_key(self._holder, record.epoch, self._asked)])
+        if not known:
+            _log.warning("the master has forgotten segment %d of %s: it was restarted", record.epoch, record.name)
+            self._fence()
+        elif asked:
+            self._answer(ask_key(self._holder, record.epoch, self._asked))
+            self._asked += 1
+        now = time.monotonic()
+        for segment in [old for old in self._before if old.kept_until < now]:
+            self._before.remove(segment)
+            segment.forget()
+
+    def close(self) -> None:
+        """Take the memory back; what was in it is gone for the store."""
+        self._client.close()
+
+    def _fence(self) -> None:
+        """Lend fresh memory instead of what the new master believes to be free."""
+        old = self._current
+        with suppress(StoreError):
+            self._client.unmount(old.segment_id)
+        old.kept_until = time.monotonic() + KEEP_SECONDS
+        self._current = self._lend(old.record.epoch + 1)
+        self._before.append(old)
+        self._asked = 0
+
+    def _lend(self, epoch: int) -> _Segment:
+        descriptor, memory = make_memory(self._nbytes)
+        path = f"/proc/self/fd/{descriptor}"
+        segment_id = self._client.mount(path, self._nbytes, self._protocol)
+        try:
+            record = self._probe(descriptor, epoch)
+            if record.path:
+                populate(record.base, self._nbytes)  # Mooncake's own mapping of the same pages
+            self._claim_slot(record)
+        except BaseException:
+            with suppress(StoreError):
+                self._client.unmount(segment_id)
+            raise
+        return _Segment(record, segment_id, descriptor, memory)
+
+    def _probe(self, descriptor: int, epoch: int) -> SegmentRecord:
+        """Put the sentinel, find where it lies, and so where the memory starts."""
+        key, probe = sentinel_key(self._holder, epoch), secrets.token_bytes(PROBE_BYTES)
+        name = self._client.segment_name
+        # The raw bytes and not a record: a mapping is tested by finding them.
+        scratch = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=np.uint8)
+        scratch[:PROBE_BYTES] = np.frombuffer(probe, dtype=np.uint8)
+        self._client.register(scratch.ctypes.data, scratch.size)
+        try:
+            self._client.allocate([key], [PROBE_BYTES], name)
+            self._client.write(key, [(scratch.ctypes.data, PROBE_BYTES)])
+            self._client.commit([key])
+        finally:
+            self._client.unregister(scratch.ctypes.data)
+        location = self._client.locate([key])[0]
+        base = mapped_at(descriptor, location.address) if location else None
+        if location is None or base is None:
+            self._client.revoke([key])
+            raise StoreUnavailable(f"the sentinel of {name} did not land in its own segment; try again")
+        return SegmentRecord(
+            holder=self._holder,
+            epoch=epoch,
+            name=name,
+            endpoint=location.endpoint,
+            nbytes=self._nbytes,
+            base=base,
+            path=f"/proc/{os.getpid()}/fd/{descriptor}",
+            inode=os.fstat(descriptor).st_ino,
+            boot_id=boot_id(),
+            pid=os.getpid(),
+            probe_at=location.address - base,
+            probe=probe.hex(),
+        )
+
+    def _claim_slot(self, record: SegmentRecord) -> None:
+        payload = msgspec.json.encode(record)
+        keys = [slot_key(slot) for slot in range(SLOTS)]
+        for key, taken in zip(keys, self._client.exist(keys), strict=True):
+            if not taken and self._records.claim(key, payload, record.name):
+                return
+        raise StoreUnavailable(f"{SLOTS} segment holders serve this master already; end some")
+
+    def _answer(self, key: str) -> None:
+        """Copy what was asked for out of old memory; what cannot be copied stays away, which is the answer."""
+        payload = self._records.read(key)
+        try:
+            ask = msgspec.msgpack.decode(payload or b"", type=Ask)
+        except msgspec.DecodeError as error:
+            _log.warning("request %s cannot be read: %s", key, error)
+            return
+        kept = 0
+        for old in (segment for segment in self._before if segment.record.epoch == ask.epoch):
+            for wanted in ask.objects:
+                try:
+                    self._copy(old, wanted)
+                    kept += 1
+                except StoreError as error:
+                    _log.warning("%s is lost: %s", wanted.key, error)
+        _log.warning("published %d of %d objects again after a restart of the master", kept, len(ask.objects))
+
+    def _copy(self, old: _Segment, wanted: Kept) -> None:
+        nbytes = frame.NBYTES + wanted.part_bytes
+        if not 0 <= wanted.offset <= old.record.nbytes - nbytes:
+            raise IntegrityError(f"{nbytes} bytes at {wanted.offset} exceed {old.record.nbytes} bytes")
+        source = old.bytes[wanted.offset : wanted.offset + nbytes]
+        wanted.frame.check(source)
+        self._client.allocate([wanted.key], [frame.footprint(wanted.part_bytes)], self.record.name)
+        self._client.commit([wanted.key])
+        location = self._client.locate([wanted.key])[0]
+        offset = self.record.offset_of(location) if location else None
+        if offset is None or not self._client.exist([self.record.sentinel])[0]:
+            self._client.revoke([wanted.key])
+            raise StoreUnavailable("it did not land in this holder's segment")
+        target = self._current.bytes[offset : offset + nbytes]
+        frame.clear(target)
+        target[frame.NBYTES :] = source[frame.NBYTES :]
+        frame.commit(target, wanted.frame)
+
+
+def serve(config: MooncakeConfig, holder: str, ready: Path | None = None) -> None:
+    """Lend `config.global_segment_size` until SIGTERM or SIGINT.
+
+    Args:
+        config: whose master, and how to reach this process.
+        holder: id of this holder, 32 hex digits.
+        ready: file that gets the segment's record, as JSON, once memory is lent.
+
+    Raises:
+        ConfigError, StoreUnavailable, MissingDependency: as `MooncakeClient.connect`.
+    """
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    client = MooncakeClient.connect(config, Limits())
+    try:
+        lent = SegmentHolder(client, config.global_segment_size, config.protocol, holder)
+        if ready is not None:
+            partial = ready.with_suffix(".partial")
+            partial.write_bytes(msgspec.json.encode(lent.record))
+            partial.rename(ready)
+        while not ended.wait(TICK_SECONDS):
+            try:
+                lent.tick()
+            except StoreError as error:
+                _log.warning("%s", error)
+    finally:
+        client.close()
+
+
+class RunningHolder:
+    """A segment holder started by this process, which ends with it at the latest."""
+
+    def __init__(self, process: ManagedProcess, record: SegmentRecord) -> None:
+        self._process, self.record = process, record
+
+    def stop(self) -> None:
+        """End it and give its memory back; idempotent."""
+        self._process.stop()
+
+
+def start_holder(config: MooncakeConfig, log: Path, timeout: float = 120.0) -> RunningHolder:
+    """Start a holder of `config.global_segment_size` bytes and wait until it lends them.
+
+    Args:
+        config: as resolved for this process; the holder uses the same.
+        log: file that gets what the holder prints.
+        timeout: seconds; touching a GiB takes about half a second.
+
+    Raises:
+        StoreUnavailable: it ended or did not get ready; the error ends with the log's last lines.
+    """
+    holder = uuid.uuid4().hex
+    with tempfile.TemporaryDirectory(prefix="mooncake-holder-") as directory:
+        ready = Path(directory, "ready")
+        arguments = json.dumps({"config": config.as_kwargs(), "holder": holder, "ready": str(ready)})
+        process = ManagedProcess("segment holder", [sys.executable, "-m", "mooncake_store.holder", arguments], log)
+        deadline = time.monotonic() + timeout
+        while not ready.exists():
+            status = process.exit_status()
+            if status is not None or time.monotonic() > deadline:
+                process.stop()
+                what = f"is not ready after {timeout:g} s" if status is None else f"ended with status {status}"
+                raise StoreUnavailable(f"the segment holder {what}; last lines of {log}:\n{process.log_tail()}")
+            time.sleep(0.02)
+        return RunningHolder(process, msgspec.json.decode(ready.read_bytes(), type=SegmentRecord))
+
+
+def main(argument: str) -> None:
+    """Run a holder as `start_holder` asks."""
+    asked = json.loads(argument)
+    serve(resolve(asked["config"], os.environ), asked["holder"], Path(asked["ready"]))
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    main(sys.argv[1])

@@ -1,0 +1,149 @@
+"""What this process put and nobody removed yet, so that it can be published again when a master was restarted."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from mooncake_store.client import MooncakeClient
+from mooncake_store.holder import KEEP_SECONDS, Ask, Kept, ask_key
+from mooncake_store.owners import Owners
+from mooncake_store.placement import Copy, Part, Written
+from mooncake_store.records import Records
+from mooncake_store.segment import SegmentRecord
+
+ANSWER_SECONDS = 20.0
+_PER_ASK = 256  # objects in one request, well within a record
+Item = TypeVar("Item")
+_log = logging.getLogger(__name__)
+
+
+class Outstanding:
+    """Remembers acknowledged objects until they are removed. Safe to share between threads."""
+
+    def __init__(self, client: MooncakeClient, records: Records, owners: Owners) -> None:
+        self._client, self._records, self._owners = client, records, owners
+        self._lock = threading.Lock()
+        self._copies: dict[str, list[Copy]] = {}
+        self._missing_since: dict[str, float] = {}
+
+    def add(self, written: Written) -> None:
+        """Remember an object."""
+        with self._lock:
+            self._copies[written.key] = list(written.copies)
+
+    def discard(self, key: str) -> None:
+        """Forget an object: it was removed."""
+        with self._lock:
+            self._copies.pop(key, None)
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._copies)
+
+    def tick(self) -> None:
+        """Ask holders whose segment the master has forgotten to publish again what lay in it.
+
+        Raises:
+            StoreUnavailable: the master does not answer.
+        """
+        with self._lock:
+            owners = {copy.owner.sentinel: copy.owner for copies in self._copies.values() for copy in copies}
+        if not owners:
+            return
+        known = self._client.exist(list(owners))
+        for (sentinel, old), exists in zip(owners.items(), known, strict=True):
+            if exists:
+                self._missing_since.pop(sentinel, None)
+                continue
+            since = self._missing_since.setdefault(sentinel, time.monotonic())
+            new = next((record for record in self._owners.refresh() if _follows(record, old)), None)
+            if new is not None:
+                self._publish_again(old, new)
+            elif time.monotonic() - since > KEEP_SECONDS:
+                self._give_up(old)
+
+    def forget_removed(self) -> None:
+        """Forget what other processes removed; StoreUnavailable when the master does not answer."""
+        with self._lock:
+            first = {key: copies[0].parts[0].key for key, copies in self._copies.items() if copies}
+        for some in _batches(list(first.items()), 1000):
+            exists = self._client.exist([part for _, part in some])
+            missing = [key for (key, _), found in zip(some, exists, strict=True) if not found]
+            for key in missing:
+                with self._lock:
+                    copies = self._copies.get(key, [])
+                # Of a forgotten segment everything is missing; that is not a removal.
+                if copies and not self._owners.forgotten(copies[0].owner):
+                    self.discard(key)
+
+    def _publish_again(self, old: SegmentRecord, new: SegmentRecord) -> None:
+        with self._lock:
+            every = [(key, copy) for key, copies in self._copies.items() for copy in copies]
+        lost = {key: copy for key, copy in every if copy.owner.sentinel == old.sentinel}
+        parts = [part for copy in lost.values() for part in copy.parts]
+        for some in _batches(parts, _PER_ASK):
+            self._ask(new, Ask(old.epoch, [_kept(part) for part in some if part.offset is not None]))
+        found = self._await([part.key for part in parts])
+        for key, copy in lost.items():
+            offsets = [found.get(part.key) for part in copy.parts]
+            with self._lock:
+                if key not in self._copies:
+                    continue
+                self._copies[key].remove(copy)
+                if None not in offsets:
+                    moved = tuple(
+                        Part(part.key, part.frame, offset) for part, offset in zip(copy.parts, offsets, strict=True)
+                    )
+                    self._copies[key].append(Copy(new, moved))
+                    continue
+            _log.error("batch %s is lost: the master was restarted and its memory could not be kept", key)
+
+    def _ask(self, holder: SegmentRecord, ask: Ask) -> None:
+        payload = msgspec.msgpack.encode(ask)
+        number = 0
+        while not self._records.claim(ask_key(holder.holder, holder.epoch, number), payload, holder.name):
+            number += 1
+
+    def _await(self, keys: Sequence[str]) -> dict[str, int]:
+        """Wait until the objects are there again, a bounded time; where those lie that are."""
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while not all(self._client.exist(keys)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        found = {}
+        for key, location in zip(keys, self._client.locate(keys), strict=True):
+            owner = self._owners.of(location) if location is not None else None
+            if owner is not None and location is not None:
+                offset = owner.offset_of(location)
+                if offset is not None:
+                    found[key] = offset
+        return found
+
+    def _give_up(self, old: SegmentRecord) -> None:
+        with self._lock:
+            for key, copies in list(self._copies.items()):
+                left = [copy for copy in copies if copy.owner.sentinel != old.sentinel]
+                if len(left) < len(copies):
+                    self._copies[key] = left
+                    if not left:
+                        del self._copies[key]
+                        _log.error("batch %s is lost: the holder of its memory is gone", key)
+
+
+def _batches(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
+
+
+def _follows(record: SegmentRecord, old: SegmentRecord) -> bool:
+    return record.holder == old.holder and record.epoch > old.epoch
+
+
+def _kept(part: Part) -> Kept:
+    said = part.frame
+    return Kept(part.key, part.offset or 0, said.id, said.part, said.parts, said.part_bytes, said.object_bytes)

@@ -1,0 +1,162 @@
+"""How an object is read: seen in place where its holder's segment is mapped, else copied into a warm buffer."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+
+from mooncake_store import frame
+from mooncake_store.arrays import Bytes
+from mooncake_store.backends import Stored
+from mooncake_store.bounded import attempts
+from mooncake_store.client import Limits, Location, MooncakeClient, Range
+from mooncake_store.errors import IntegrityError, ObjectLost, ObjectNotFound, StoreError, StoreUnavailable
+from mooncake_store.frame import Frame
+from mooncake_store.owners import Owners
+from mooncake_store.placement import frames, part_key
+from mooncake_store.pool import BufferPool
+from mooncake_store.ref import BatchRef
+
+_log = logging.getLogger(__name__)
+
+
+class Reader:
+    """Reads objects. Safe to share between threads.
+
+    Args:
+        pool: warm registered buffers, for what is not mapped.
+    """
+
+    def __init__(self, client: MooncakeClient, owners: Owners, pool: BufferPool, limits: Limits) -> None:
+        self._client, self._owners, self._pool, self._limits = client, owners, pool, limits
+
+    def get(self, ref: BatchRef) -> Stored:
+        """Return the object, from the first of its copies that can be read.
+
+        Raises:
+            ObjectNotFound: it was removed.
+            ObjectLost: the memory of all copies is gone, and nobody published them again within Limits.get.
+            IntegrityError: the bytes are not those of this batch.
+            StoreUnavailable: the master does not answer.
+        """
+        failures: list[StoreError] = []
+        for last in attempts(self._limits.get):
+            failures = []
+            for copy in range(len(ref.copies)):
+                try:
+                    return self._copy(ref, copy)
+                except (ObjectNotFound, ObjectLost, IntegrityError, StoreUnavailable) as error:
+                    failures.append(self._explained(error, ref, ref.copies[copy].sentinel))
+            worth_waiting = any(isinstance(error, ObjectLost | StoreUnavailable) for error in failures)
+            if last or not worth_waiting:
+                break
+            self._owners.refresh()
+        raise max(failures, key=_weight)
+
+    def remove(self, ref: BatchRef) -> None:
+        """Free every part of every copy; what is already gone is not an error.
+
+        Raises:
+            StoreUnavailable: the master does not answer.
+        """
+        for copy, (_, part_bytes) in enumerate(ref.copies):
+            for part in range(-(-ref.nbytes // part_bytes)):
+                self._client.remove(part_key(ref.key, copy, part))
+
+    def _copy(self, ref: BatchRef, copy: int) -> Stored:
+        parts = frames(bytes.fromhex(ref.key.rpartition("/")[2]), ref.nbytes, ref.copies[copy].part_bytes)
+        keys = [part_key(ref.key, copy, part.part) for part in parts]
+        locations = self._client.locate(keys)
+        found = [location for location in locations if location is not None]
+        if len(found) < len(keys):
+            raise ObjectNotFound(f"the store has {len(found)} of {len(keys)} parts of {ref.key!r}; it was removed")
+        views = [self._view(location, part) for location, part in zip(found, parts, strict=True)]
+        mapped = [view for view in views if view is not None]
+        if len(mapped) == len(parts) == 1:
+            return _in_place(mapped[0], parts[0])
+        lease = self._pool.acquire(frame.NBYTES * len(parts) + ref.nbytes)
+        try:
+            payload = lease.array[frame.NBYTES * len(parts) :]
+            if len(mapped) == len(parts):
+                _gather(mapped, parts, payload)
+            else:
+                self._fetch(keys, parts, lease.address, lease.array)
+        except BaseException:
+            lease.release()
+            raise
+        return Stored(payload)
+
+    def _view(self, location: Location, part: Frame) -> Bytes | None:
+        """One part in mapped memory, its frame first; None where it is not mapped."""
+        owner = self._owners.of(location)
+        if owner is None or (offset := owner.offset_of(location)) is None:
+            return None
+        mapping = self._owners.mapping(owner, writable=False)
+        if mapping is None:
+            return None
+        return mapping.bytes[offset : offset + frame.NBYTES + part.part_bytes]
+
+    def _fetch(self, keys: Sequence[str], parts: Sequence[Frame], address: int, buffer: Bytes) -> None:
+        """All parts over the network: the frames to the start of the buffer, the payload back to back after them."""
+        ranges, to = [], frame.NBYTES * len(parts)
+        for number, (key, part) in enumerate(zip(keys, parts, strict=True)):
+            ranges += [
+                Range(key, frame.NBYTES * number, 0, frame.NBYTES),
+                Range(key, to, frame.NBYTES, part.part_bytes),
+            ]
+            to += part.part_bytes
+        self._client.read(address, ranges, seconds=0)
+        for number, part in enumerate(parts):
+            part.check(buffer[frame.NBYTES * number :])
+
+    def _explained(self, error: StoreError, ref: BatchRef, sentinel: str) -> StoreError:
+        """Tell an object that was removed from one whose memory the master has forgotten."""
+        if not isinstance(error, ObjectNotFound):
+            return error
+        try:
+            forgotten = not self._client.exist([sentinel])[0]
+        except StoreUnavailable as unavailable:
+            return unavailable
+        if not forgotten:
+            return error
+        return ObjectLost(
+            f"the memory of {ref.key!r} is gone: its segment's holder ended, or the master was restarted and the "
+            f"batch's writer did not publish it again"
+        )
+
+
+def _in_place(view: Bytes, part: Frame) -> Stored:
+    part.check(view)
+    # An array of its own at the root of all views, whose end is the end of them all.
+    root = np.frombuffer(memoryview(view.data)[frame.NBYTES :], dtype=np.uint8)
+
+    def check() -> None:
+        part.check(view)
+
+    weakref.finalize(root, _check_late, part, view).atexit = False
+    return Stored(root, shared=True, check=check)
+
+
+def _check_late(part: Frame, view: Bytes) -> None:
+    try:
+        part.check(view)
+    except IntegrityError as error:
+        _log.error("arrays were still in use when their batch's memory was given away: %s", error)
+
+
+def _gather(views: Sequence[Bytes], parts: Sequence[Frame], payload: Bytes) -> None:
+    to = 0
+    for view, part in zip(views, parts, strict=True):
+        part.check(view)
+        payload[to : to + part.part_bytes] = view[frame.NBYTES :]
+        part.check(view)
+        to += part.part_bytes
+
+
+def _weight(error: StoreError) -> int:
+    """Of the failures of several copies the one to tell: what may heal, then what is wrong, then what is gone."""
+    kinds = (ObjectNotFound, ObjectLost, IntegrityError, StoreUnavailable)
+    return next(weight for weight, kind in enumerate(kinds) if isinstance(error, kind))

@@ -1,0 +1,50 @@
+"""Tells when the last view of some memory is gone, in a thread where the one who is told may do anything."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+
+from mooncake_store.arrays import Bytes
+
+CLOSE_SECONDS = 5.0
+_log = logging.getLogger(__name__)
+
+
+class Releases:
+    """Calls functions when arrays end.
+
+    An array may end at any allocation, in any thread and under any lock, so the function is only queued there: the
+    queue's put is reentrant.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def call_when_gone(self, root: Bytes, function: Callable[[], None]) -> None:
+        """Call `function` once when `root` and every view of it are gone. Its failure is logged."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="store releases", daemon=True)
+                self._thread.start()
+        weakref.finalize(root, self._queue.put, function).atexit = False
+
+    def close(self) -> None:
+        """Let what was queued be called, a bounded time."""
+        with self._lock:
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            self._queue.put(None)
+            thread.join(CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        while (function := self._queue.get()) is not None:
+            try:
+                function()
+            except Exception:
+                _log.exception("a release was not acknowledged")

@@ -1,0 +1,167 @@
+"""A segment: memory that a holder lends to the store, as a memfd that processes of the same node can map.
+
+Mapping it takes the same boot of the same kernel, sight of the holder's /proc/<pid>/fd (same PID namespace, same user)
+and an address arithmetic that the segment's probe bytes confirm. Where one of these fails the store uses the network.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import select
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from mooncake_store.arrays import Bytes
+from mooncake_store.client import Location
+
+PROBE_BYTES = 64
+_POPULATE_READ, _POPULATE_WRITE = 22, 23  # linux/mman.h, madvise; Linux 5.14
+
+
+class SegmentRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a holder tells everybody about the memory it lends now.
+
+    Attributes:
+        holder: id of the holder, 32 hex digits.
+        epoch: counts the segments of this holder; a new one after every restart of the master.
+        name: what Mooncake calls the segment, "host:port".
+        endpoint: where its bytes are reached over the network, "host:port".
+        nbytes: its size.
+        base: address of its first byte in the holder, as the master names addresses.
+        path, inode, boot_id, pid: of the memfd, to map it; path is empty where it cannot be mapped.
+        probe_at: offset in bytes of PROBE_BYTES bytes that a mapping must find there.
+        probe: those bytes, hexadecimal.
+    """
+
+    holder: str
+    epoch: int
+    name: str
+    endpoint: str
+    nbytes: int
+    base: int
+    path: str
+    inode: int
+    boot_id: str
+    pid: int
+    probe_at: int
+    probe: str
+
+    @property
+    def sentinel(self) -> str:
+        """Key of the object whose absence says that the master has forgotten this segment."""
+        return sentinel_key(self.holder, self.epoch)
+
+    def offset_of(self, location: Location) -> int | None:
+        """Offset of an object in this segment, None when it does not lie in it."""
+        offset = location.address - self.base
+        inside = location.endpoint == self.endpoint and 0 <= offset <= self.nbytes - location.nbytes
+        return offset if inside else None
+
+
+def sentinel_key(holder: str, epoch: int) -> str:
+    """Key of the sentinel of one segment of a holder."""
+    return f"holder/{holder}/epoch/{epoch}"
+
+
+class CannotMap(Exception):
+    """Why a segment is not mapped here."""
+
+
+class Mapping:
+    """A holder's segment, mapped.
+
+    Attributes:
+        bytes: uint8 [nbytes]; read-only unless mapped for writing. Views of it keep the memory alive, also after the
+            holder is gone.
+    """
+
+    def __init__(self, record: SegmentRecord, writable: bool) -> None:
+        """Map the segment; CannotMap says why that is not possible."""
+        if not record.path:
+            raise CannotMap("its holder could not make shared memory")
+        if record.boot_id != boot_id():
+            raise CannotMap("it is on another host")
+        try:
+            self._holder = os.pidfd_open(record.pid)
+            memory = _map(record, writable)
+        except OSError as error:
+            raise CannotMap(f"{record.path}: {error.strerror}") from error
+        self.bytes: Bytes = np.frombuffer(memory, dtype=np.uint8)
+        found = self.bytes[record.probe_at : record.probe_at + PROBE_BYTES].tobytes().hex()
+        if found != record.probe:
+            raise CannotMap("the probe is not where it should be")
+
+    def holder_lives(self) -> bool:
+        """Whether the process that lends this memory still runs (stopped counts as running)."""
+        poll = select.poll()
+        poll.register(self._holder, select.POLLIN)
+        return not poll.poll(0)
+
+    def __del__(self) -> None:
+        with suppress(AttributeError, OSError):
+            os.close(self._holder)
+
+
+def boot_id() -> str:
+    """Identifies this boot of this host's kernel."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def make_memory(nbytes: int) -> tuple[int, mmap.mmap]:
+    """A memfd of `nbytes` with every page allocated, and a mapping of it whose pages are all present.
+
+    Raises:
+        OSError: no memfd here, or not so much memory.
+    """
+    descriptor = os.memfd_create("mooncake_segment", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+        memory = mmap.mmap(descriptor, nbytes)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    populate(address_of(memory), nbytes)
+    return descriptor, memory
+
+
+def address_of(memory: mmap.mmap) -> int:
+    """Address of a writable mapping."""
+    return int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
+
+
+def populate(address: int, nbytes: int, writable: bool = True) -> None:
+    """Enter the pages into this process's page table, so that the first transfer does not fault on each of them.
+
+    A hint: an older kernel refuses it and pages come one by one. Faults halve the speed of a first write (measured).
+    """
+    libc = ctypes.CDLL(None)
+    libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _POPULATE_WRITE if writable else _POPULATE_READ)
+
+
+def mapped_at(descriptor: int, address: int) -> int | None:
+    """Where this process maps offset 0 of a file, of the mappings that contain `address`; None when none does."""
+    inode = str(os.fstat(descriptor).st_ino)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, _, offset, _, number, *_ = line.split()
+        start, end = (int(bound, 16) for bound in span.split("-"))
+        if number == inode and start <= address < end:
+            return start - int(offset, 16)
+    return None
+
+
+def _map(record: SegmentRecord, writable: bool) -> mmap.mmap:
+    flags = os.O_RDWR if writable else os.O_RDONLY
+    descriptor = os.open(record.path, flags | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if status.st_ino != record.inode or status.st_size != record.nbytes:
+            raise CannotMap("its path leads to another file here (another PID namespace)")
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        return mmap.mmap(descriptor, record.nbytes, prot=protection)
+    finally:
+        os.close(descriptor)
