@@ -206,6 +206,17 @@ class MooncakeClient:
             raise codes.error_for(answer["ret"], "mount", f"{nbytes} bytes of {path}")
         return str(answer["segment_ids"][0])
 
+    def mount_private(self, nbytes: int, protocol: str) -> str:
+        """Lend memory that Mooncake allocates and no other process can map; return the id that `unmount` takes.
+
+        Raises:
+            StoreUnavailable, StoreError: Mooncake or the master refuses.
+        """
+        answer = self._call("allocate_and_mount_segment", nbytes, protocol, "")
+        if answer["ret"] != codes.OK:
+            raise codes.error_for(answer["ret"], "mount", f"{nbytes} bytes")
+        return str(answer["segment_ids"][0])
+
     def unmount(self, segment_id: str) -> None:
         """Stop lending; a segment that the master no longer knows is not an error."""
         self._call("unmount_segment", [segment_id])
@@ -247,7 +258,10 @@ class MooncakeClient:
             raise codes.error_for(code, "commit", repr(keys[0]), self._next_step(code))
 
     def revoke(self, keys: Sequence[str]) -> None:
-        """Give allocations back, committed or not. Best effort: what stays goes with the run's keys."""
+        """Give allocations back, committed or not. Best effort: what stays goes with the run's keys.
+
+        A master that does not answer has forgotten them anyway, or will when it finds them unfinished.
+        """
         if keys:
             with contextlib.suppress(StoreError):
                 self._call("batch_put_session_revoke", list(keys))
@@ -259,11 +273,16 @@ class MooncakeClient:
         Raises:
             StoreUnavailable: the master does not answer.
         """
-        described = self._call("batch_get_replica_desc", list(keys))
-        found = [_location(described.get(key, ())) for key in keys]
-        if None in found:
-            self.exist(keys)  # a master that does not answer describes nothing
-        return found
+        for last in attempts(self._limits.remove):
+            described = self._call("batch_get_replica_desc", list(keys))
+            found = [_location(described.get(key, ())) for key in keys]
+            # A master that does not answer describes nothing, too; it may be back for the second question.
+            missing = [key for key, location in zip(keys, found, strict=True) if location is None]
+            if not missing or not any(self.exist(missing)):
+                return found
+            if last:
+                raise StoreUnavailable(f"objects exist without a complete copy: {missing[0]!r}")
+        raise AssertionError("unreachable: the last attempt returns or raises")
 
     def exist(self, keys: Sequence[str]) -> list[bool]:
         """Whether each object is committed; StoreUnavailable when the master does not answer."""
@@ -279,13 +298,15 @@ class MooncakeClient:
     def read(self, address: int, ranges: Sequence[Range], seconds: float | None = None) -> None:
         """Copy ranges of objects to registered memory that starts at `address`; they travel together.
 
+        The ranges must lie within the objects: see `locate`.
+
         Args:
             seconds: for a failing owner or master to answer again, instead of Limits.get.
 
         Raises:
             ObjectNotFound: the store has no such object.
             ObjectLost: its owner stopped answering and did not come back.
-            IntegrityError: the object is shorter than a range.
+            IntegrityError: fewer bytes came than were asked for.
             StoreUnavailable: the master does not answer.
         """
         keys = [wanted.key for wanted in ranges]
@@ -298,9 +319,10 @@ class MooncakeClient:
             if not failed:
                 return
             key, code = keys[failed[0]], flat[failed[0]]
-            if code >= 0 or code == codes.INVALID_PARAMS:
-                raise IntegrityError(f"object {key!r} is shorter than its ref says (get: {code})")
-            owner_failed |= code == codes.TRANSFER_FAILED
+            if code >= 0:
+                raise IntegrityError(f"{code} of {ranges[failed[0]].nbytes} bytes of object {key!r} were read")
+            # Ranges beyond the object answer the same as an owner whose connection was refused (measured).
+            owner_failed |= code in (codes.TRANSFER_FAILED, codes.INVALID_PARAMS)
             if owner_failed and (last or code == codes.NOT_FOUND):
                 raise ObjectLost(f"the owner of {key!r} stopped answering and its bytes are gone", code=code)
             if last or not codes.outcome_of(code).retryable:

@@ -31,7 +31,8 @@ NO_SPACE = -200
 NOT_FOUND = -704
 TRANSFER_FAILED = -800
 INVALID_PARAMS = -600
-RPC_FAILED = -900
+RPC_FAILED, RPC_TIMEOUT = -900, -901
+UNANSWERED = (RPC_FAILED, RPC_TIMEOUT)  # by the master; each costs its caller seconds
 
 OUTCOMES: dict[int, Outcome] = {
     -1: Outcome("INTERNAL_ERROR", StoreError),
@@ -53,7 +54,7 @@ OUTCOMES: dict[int, Outcome] = {
     TRANSFER_FAILED: Outcome("TRANSFER_FAIL", StoreUnavailable, retryable=True),
     -801: Outcome("CHECKSUM_MISMATCH", IntegrityError),
     RPC_FAILED: Outcome("RPC_FAIL", StoreUnavailable, retryable=True),
-    -901: Outcome("RPC_TIMEOUT", StoreUnavailable, retryable=True),
+    RPC_TIMEOUT: Outcome("RPC_TIMEOUT", StoreUnavailable, retryable=True),
     -1010: Outcome("UNAVAILABLE_IN_CURRENT_STATUS", StoreUnavailable, retryable=True),
     -1011: Outcome("UNAVAILABLE_IN_CURRENT_MODE", StoreError),
     -1012: Outcome("NOT_ALLOWED_IN_THIS_MODE", StoreError),

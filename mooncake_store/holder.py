@@ -11,6 +11,7 @@ for: they know what is unacknowledged.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import mmap
@@ -39,8 +40,8 @@ from mooncake_store.records import Records
 from mooncake_store.segment import (
     PROBE_BYTES,
     SegmentRecord,
+    SharedMemory,
     boot_id,
-    make_memory,
     mapped_at,
     populate,
     sentinel_key,
@@ -87,21 +88,16 @@ class Ask(msgspec.Struct, frozen=True):
 
 @dataclass
 class _Segment:
-    """Memory lent now or before: the memfd, a mapping of it, and what Mooncake calls it."""
+    """Memory lent now or before, and what Mooncake calls it."""
 
     record: SegmentRecord
     segment_id: str
-    descriptor: int
-    memory: mmap.mmap
+    memory: SharedMemory | None
     kept_until: float = 0.0
 
     @property
     def bytes(self) -> Bytes:
-        return np.frombuffer(self.memory, dtype=np.uint8)
-
-    def forget(self) -> None:
-        os.close(self.descriptor)
-        self.memory.close()
+        return np.frombuffer(self.memory.mapping if self.memory else b"", dtype=np.uint8)
 
 
 class SegmentHolder:
@@ -116,6 +112,7 @@ class SegmentHolder:
         self._records = Records(client)
         self._before: list[_Segment] = []
         self._asked = 0
+        self._without_sharing = False
         self._current = self._lend(epoch=0)
 
     @property
@@ -140,7 +137,8 @@ class SegmentHolder:
         now = time.monotonic()
         for segment in [old for old in self._before if old.kept_until < now]:
             self._before.remove(segment)
-            segment.forget()
+            if segment.memory is not None:
+                segment.memory.close()
 
     def close(self) -> None:
         """Take the memory back; what was in it is gone for the store."""
@@ -157,21 +155,42 @@ class SegmentHolder:
         self._asked = 0
 
     def _lend(self, epoch: int) -> _Segment:
-        descriptor, memory = make_memory(self._nbytes)
-        path = f"/proc/self/fd/{descriptor}"
-        segment_id = self._client.mount(path, self._nbytes, self._protocol)
+        memory = self._memory()
         try:
-            record = self._probe(descriptor, epoch)
-            if record.path:
-                populate(record.base, self._nbytes)  # Mooncake's own mapping of the same pages
-            self._claim_slot(record)
+            if memory is None:
+                segment_id = self._client.mount_private(self._nbytes, self._protocol)
+            else:
+                segment_id = self._client.mount(memory.path_for_self, self._nbytes, self._protocol)
+            try:
+                record = self._probe(memory, epoch)
+                if record.path:
+                    populate(record.base, self._nbytes)  # Mooncake's own mapping of the same pages
+                self._claim_slot(record)
+            except BaseException:
+                with suppress(StoreError):
+                    self._client.unmount(segment_id)
+                raise
         except BaseException:
-            with suppress(StoreError):
-                self._client.unmount(segment_id)
+            if memory is not None:
+                memory.close()
             raise
-        return _Segment(record, segment_id, descriptor, memory)
+        return _Segment(record, segment_id, memory)
 
-    def _probe(self, descriptor: int, epoch: int) -> SegmentRecord:
+    def _memory(self) -> SharedMemory | None:
+        """Memory that others can map, None where the system has no such thing."""
+        try:
+            return SharedMemory(self._nbytes)
+        except OSError as error:
+            if error.errno == errno.ENOMEM:
+                raise StoreUnavailable(
+                    f"{self._nbytes} bytes cannot be lent: {error.strerror}; lower global_segment_size"
+                ) from error
+            if not self._without_sharing:
+                self._without_sharing = True
+                _log.warning("no shared memory here (%s): all bytes will travel over the network", error.strerror)
+            return None
+
+    def _probe(self, memory: SharedMemory | None, epoch: int) -> SegmentRecord:
         """Put the sentinel, find where it lies, and so where the memory starts."""
         key, probe = sentinel_key(self._holder, epoch), secrets.token_bytes(PROBE_BYTES)
         name = self._client.segment_name
@@ -186,7 +205,9 @@ class SegmentHolder:
         finally:
             self._client.unregister(scratch.ctypes.data)
         location = self._client.locate([key])[0]
-        base = mapped_at(descriptor, location.address) if location else None
+        base: int | None = 0
+        if memory is not None and location is not None:
+            base = mapped_at(memory.descriptor, location.address)
         if location is None or base is None:
             self._client.revoke([key])
             raise StoreUnavailable(f"the sentinel of {name} did not land in its own segment; try again")
@@ -197,11 +218,11 @@ class SegmentHolder:
             endpoint=location.endpoint,
             nbytes=self._nbytes,
             base=base,
-            path=f"/proc/{os.getpid()}/fd/{descriptor}",
-            inode=os.fstat(descriptor).st_ino,
+            path=f"/proc/{os.getpid()}/fd/{memory.descriptor}" if memory else "",
+            inode=os.fstat(memory.descriptor).st_ino if memory else 0,
             boot_id=boot_id(),
             pid=os.getpid(),
-            probe_at=location.address - base,
+            probe_at=location.address - base if memory else 0,
             probe=probe.hex(),
         )
 

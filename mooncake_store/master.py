@@ -62,9 +62,11 @@ class MasterProcess:
         log: file to which the master's output is appended.
         start_timeout: seconds to wait for it to become healthy.
         options: more command-line options, for example {"eviction_high_watermark_ratio": "0.9"}.
+        ports: for its clients and for its metrics, instead of free ones: those of a master that is to be replaced.
 
     Attributes:
         address: "host:port" for master_server_address.
+        ports: as given or found.
         metrics_url: base of its HTTP endpoints (/health, /metrics, /get_all_keys, ...).
 
     Raises:
@@ -72,9 +74,15 @@ class MasterProcess:
         StoreUnavailable: it did not become healthy; the error ends with the log's last lines.
     """
 
-    def __init__(self, log: Path, start_timeout: float = 15.0, options: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        log: Path,
+        start_timeout: float = 15.0,
+        options: dict[str, str] | None = None,
+        ports: tuple[int, int] | None = None,
+    ) -> None:
         executable = find_master()
-        rpc_port, metrics_port = free_ports(2)
+        self.ports = rpc_port, metrics_port = ports or tuple(free_ports(2))
         self.address = f"127.0.0.1:{rpc_port}"
         self.metrics_url = f"http://127.0.0.1:{metrics_port}"
         settings = {

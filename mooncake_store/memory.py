@@ -34,6 +34,15 @@ def memory_limit(root: Path = Path("/")) -> MemoryLimit:
     return min([*_host(root), *_cgroups(root)], key=lambda limit: limit.nbytes, default=unknown)
 
 
+def available_bytes(root: Path = Path("/")) -> int:
+    """What this host can give now without swapping, caches included; a large number where it is not known."""
+    with suppress(OSError):
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return sys.maxsize
+
+
 def _host(root: Path) -> Iterator[MemoryLimit]:
     with suppress(OSError):
         for line in (root / "proc/meminfo").read_text().splitlines():

@@ -19,6 +19,7 @@ from mooncake_store.arrays import Bytes
 from mooncake_store.backends import Payload
 from mooncake_store.bounded import attempts
 from mooncake_store.client import Limits, MooncakeClient
+from mooncake_store.codes import UNANSWERED
 from mooncake_store.errors import StoreError, StoreFull, StoreUnavailable
 from mooncake_store.frame import Frame
 from mooncake_store.owners import Owners
@@ -102,7 +103,8 @@ class Writer:
             except (StoreFull, StoreUnavailable) as error:
                 if last or not error.retryable:
                     raise
-                self._owners.refresh()
+                if error.code not in UNANSWERED:
+                    self._owners.refresh()
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _put(self, prefix: str, payload: Payload, replica_num: int, claim: Callable[[str], None]) -> Written:
@@ -165,8 +167,9 @@ class Writer:
                 offsets = self._offsets(owner, keys)
                 self._check_known(owner)
                 self._fill(mapping, offsets, parts, source)
-        except BaseException:
-            self._client.revoke(keys)
+        except BaseException as error:
+            if not (isinstance(error, StoreUnavailable) and error.code in UNANSWERED):
+                self._client.revoke(keys)
             raise
         return Copy(owner, tuple(map(Part, keys, parts, offsets)))
 

@@ -73,6 +73,11 @@ class Reader:
         found = [location for location in locations if location is not None]
         if len(found) < len(keys):
             raise ObjectNotFound(f"the store has {len(found)} of {len(keys)} parts of {ref.key!r}; it was removed")
+        for key, location, part in zip(keys, found, parts, strict=True):
+            if location.nbytes != frame.footprint(part.part_bytes):
+                raise IntegrityError(
+                    f"object {key!r} has {location.nbytes} bytes, its ref says {frame.footprint(part.part_bytes)}"
+                )
         views = [self._view(location, part) for location, part in zip(found, parts, strict=True)]
         mapped = [view for view in views if view is not None]
         if len(mapped) == len(parts) == 1:

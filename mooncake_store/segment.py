@@ -7,6 +7,7 @@ and an address arithmetic that the segment's probe bytes confirm. Where one of t
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import select
@@ -18,6 +19,7 @@ import numpy as np
 
 from mooncake_store.arrays import Bytes
 from mooncake_store.client import Location
+from mooncake_store.memory import available_bytes
 
 PROBE_BYTES = 64
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # linux/mman.h, madvise; Linux 5.14
@@ -112,26 +114,39 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def make_memory(nbytes: int) -> tuple[int, mmap.mmap]:
+class SharedMemory:
     """A memfd of `nbytes` with every page allocated, and a mapping of it whose pages are all present.
 
+    Attributes:
+        descriptor: of the memfd.
+        mapping: writable.
+
     Raises:
-        OSError: no memfd here, or not so much memory.
+        OSError: no memfd here; ENOMEM when there is not so much memory now. That is asked first: the kernel would
+            hand out pages until it has to kill a process.
     """
-    descriptor = os.memfd_create("mooncake_segment", os.MFD_CLOEXEC)
-    try:
-        os.posix_fallocate(descriptor, 0, nbytes)
-        memory = mmap.mmap(descriptor, nbytes)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    populate(address_of(memory), nbytes)
-    return descriptor, memory
 
+    def __init__(self, nbytes: int) -> None:
+        if nbytes > available_bytes():
+            raise OSError(errno.ENOMEM, f"{available_bytes()} bytes of memory are available now")
+        self.descriptor = os.memfd_create("mooncake_segment", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(self.descriptor, 0, nbytes)
+            self.mapping = mmap.mmap(self.descriptor, nbytes)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+        populate(int(np.frombuffer(self.mapping, dtype=np.uint8).ctypes.data), nbytes)
 
-def address_of(memory: mmap.mmap) -> int:
-    """Address of a writable mapping."""
-    return int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
+    @property
+    def path_for_self(self) -> str:
+        """Under which this process can open it."""
+        return f"/proc/self/fd/{self.descriptor}"
+
+    def close(self) -> None:
+        """Give it back; whoever has mapped it keeps its pages."""
+        os.close(self.descriptor)
+        self.mapping.close()
 
 
 def populate(address: int, nbytes: int, writable: bool = True) -> None:

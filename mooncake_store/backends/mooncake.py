@@ -54,7 +54,7 @@ class MooncakeCarrier:
         self._client, self._run_id, self._replica_num = client, run_id, replica_num
         self._holder: RunningHolder | None = None
         self._pool = BufferPool(config.local_buffer_size, limits.put, client.register, client.unregister)
-        records = Records(client)
+        self._records = records = Records(client)
         self._owners = Owners(client, records, config.share_memory)
         self._writer = Writer(client, self._owners, self._pool, limits, config.chunk_bytes)
         self._reader = Reader(client, self._owners, self._pool, limits)

@@ -16,10 +16,10 @@ class Child:
     The function talks through `connection`; what it raises is sent as the last message and raised by `receive`.
     """
 
-    def __init__(self, function: Callable[..., None], *arguments: Any) -> None:
+    def __init__(self, function: Callable[..., None], *arguments: Any, daemon: bool = True) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, remote = context.Pipe()
-        self.process = context.Process(target=_run, args=(function, remote, arguments), daemon=True)
+        self.process = context.Process(target=_run, args=(function, remote, arguments), daemon=daemon)
         self.process.start()
         remote.close()
 

@@ -1,0 +1,597 @@
+"""What goes wrong, one after the other, against a real master and real holders: each ends typed, or recovers.
+
+Every test ends with a put and a get that work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from mooncake_store import (
+    BatchRef,
+    ConfigError,
+    IntegrityError,
+    MasterProcess,
+    ObjectLost,
+    ObjectNotFound,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+)
+from mooncake_store.claim import sweep
+from mooncake_store.client import Limits
+from mooncake_store.config import resolve
+from mooncake_store.holder import RunningHolder, start_holder
+from mooncake_store.ledger import Ledger
+from tests.integration.store.store_children import Child
+from tests.integration.store.store_services import (
+    HANG,
+    MIB,
+    batch_of,
+    batches,
+    carrier_of,
+    holding,
+    lies_at,
+    metric,
+    same,
+    settings,
+    store_with,
+)
+
+pytestmark = pytest.mark.integration
+SIZE = 1 * MIB
+MASTER_OPTIONS = {"client_ttl": "2"}
+
+
+@pytest.fixture
+def master(tmp_path: Path) -> Iterator[MasterProcess]:
+    with MasterProcess(tmp_path / "master.log", options=MASTER_OPTIONS) as process:
+        yield process
+
+
+@pytest.fixture
+def holder(master: MasterProcess, tmp_path: Path) -> Iterator[RunningHolder]:
+    with holding(master.address, tmp_path) as running:
+        yield running
+
+
+def works(address: str, run_id: str = "afterwards") -> None:
+    """A put and a get, seen in place and over the network."""
+    with store_with(address, run_id) as writer, store_with(address, share_memory=False) as reader:
+        ref = writer.put(batch_of(SIZE, 7))
+        for store in (writer, reader):
+            with store.get(ref) as got:
+                assert same(got, SIZE, 7)
+        writer.remove(ref)
+
+
+def replaced(master: MasterProcess, tmp_path: Path) -> MasterProcess:
+    """The master restarted: killed, and another started at its address."""
+    master.stop()
+    return MasterProcess(tmp_path / "master2.log", options=MASTER_OPTIONS, ports=master.ports)
+
+
+# --- memory that runs out -------------------------------------------------------------------------------------------
+
+
+def test_a_thousand_batches_through_a_segment_that_holds_twenty(master: MasterProcess, holder: RunningHolder) -> None:
+    nbytes = 32 * MIB // 20 - 4096
+    with store_with(master.address) as store, store_with(master.address) as reader:
+        ledger = Ledger(store)
+        for number in range(1000):
+            ref = store.put(batch_of(nbytes, number % 5))
+            ledger.expect(ref, {0})
+            with reader.get(ref, on_release=lambda key=ref.key: ledger.acknowledge(key, 0)) as got:
+                assert same(got, nbytes, number % 5)
+            del got
+    assert metric(master, "master_evicted_key_count") == 0
+    assert not ledger.outstanding()
+    assert not batches(master)
+
+
+def test_a_full_store_waits_for_its_reader_then_says_what_is_wrong(
+    master: MasterProcess, holder: RunningHolder
+) -> None:
+    with store_with(master.address, limits=Limits(put=HANG)) as store:
+        first = store.put(batch_of(20 * MIB, 1))
+        threading.Timer(0.5, store.remove, [first]).start()
+        second = store.put(batch_of(20 * MIB, 2))  # waits for the room
+        with store.get(second) as got:
+            assert same(got, 20 * MIB, 2)
+        store.remove(second)
+    with store_with(master.address) as store:
+        refs = [store.put(batch_of(14 * MIB, seed)) for seed in range(2)]
+        with pytest.raises(StoreFull, match="remove batches that were read") as caught:
+            store.put(batch_of(14 * MIB, 3))
+        assert caught.value.retryable
+        for seed, ref in enumerate(refs):
+            with store.get(ref) as got:
+                assert same(got, 14 * MIB, seed)
+            store.remove(ref)
+    works(master.address)
+
+
+def test_a_fragmented_store_takes_a_batch_in_pieces(master: MasterProcess, tmp_path: Path) -> None:
+    with holding(master.address, tmp_path, "256mb"), store_with(master.address, local_buffer_size="300mb") as store:
+        refs = [store.put(batch_of(20 * MIB, seed)) for seed in range(11)]
+        for ref in refs[::2]:
+            store.remove(ref)
+        large = 80 * MIB  # every hole has about 20 MiB; pieces of PIECE_BYTES do not fit either
+        with pytest.raises(StoreFull):
+            store.put(batch_of(large))
+        for ref in refs[1::4]:
+            store.remove(ref)
+        ref = store.put(batch_of(large, 5))
+        assert len(batches(master, "run1")) > 3
+        with (
+            store.get(ref) as got,
+            store_with(master.address, "other", share_memory=False, local_buffer_size="300mb") as other,
+            other.get(ref) as sent,
+        ):
+            assert same(got, large, 5)
+            assert same(sent, large, 5)
+        store.remove(ref)
+
+
+@pytest.mark.parametrize("share_memory", [True, False])
+def test_chunks(master: MasterProcess, holder: RunningHolder, share_memory: bool) -> None:
+    with store_with(master.address, share_memory=share_memory, chunk_bytes=300_001) as store:
+        ref = store.put(batch_of(SIZE, 3))
+        assert len(batches(master)) == 4
+        with store.get(ref) as got:
+            assert same(got, SIZE, 3)
+        store.remove(ref)
+        assert not batches(master)
+
+
+def test_a_segment_larger_than_memory(master: MasterProcess, tmp_path: Path) -> None:
+    config = resolve(settings(master.address, global_segment_size=1 << 50), {})
+    with pytest.raises(StoreUnavailable, match="global_segment_size"):
+        start_holder(config, tmp_path / "holder.log")
+
+
+def test_ten_thousand_small_batches_leave_nothing(master: MasterProcess, holder: RunningHolder) -> None:
+    process = psutil.Process()
+    with store_with(master.address) as store:
+        sizes = []
+        for number in range(10_000):
+            ref = store.put({"reward": np.array([float(number)])})
+            with store.get(ref) as got:
+                assert got["reward"][0] == number
+            store.remove(ref)
+            if number in (999, 9_999):
+                gc.collect()
+                sizes.append((process.num_fds(), process.num_threads(), process.memory_info().rss))
+        assert len(carrier_of(store)._outstanding) == 0
+    assert sizes[0][:2] == sizes[1][:2]
+    assert sizes[1][2] - sizes[0][2] < 8 * MIB
+    assert not batches(master)
+
+
+# --- holders --------------------------------------------------------------------------------------------------------
+
+
+def test_a_holder_that_is_killed(master: MasterProcess, holder: RunningHolder, tmp_path: Path) -> None:
+    with store_with(master.address) as store, store_with(master.address, share_memory=False) as far:
+        ref = store.put(batch_of(SIZE))
+        held = store.get(ref)
+        os.kill(holder.record.pid, signal.SIGKILL)
+        holder.stop()
+        with pytest.raises(ObjectLost):
+            far.get(ref)
+        with pytest.raises((StoreFull, StoreUnavailable)):
+            store.put(batch_of(SIZE))
+        assert same(held.value, SIZE), "what is mapped stays readable"
+        held.release()
+        with holding(master.address, tmp_path):
+            works(master.address)
+            store.remove(store.put(batch_of(SIZE)))
+
+
+def test_a_holder_that_is_stopped(master: MasterProcess, holder: RunningHolder) -> None:
+    with store_with(master.address) as store, store_with(master.address, share_memory=False) as far:
+        ref = store.put(batch_of(SIZE))
+        os.kill(holder.record.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(StoreError) as caught:
+                far.get(ref)
+            assert isinstance(caught.value, ObjectLost | StoreUnavailable)
+        finally:
+            os.kill(holder.record.pid, signal.SIGCONT)
+        with far.get(ref) as got:  # published again, if the master gave the holder up
+            assert same(got, SIZE)
+        store.remove(ref)
+    works(master.address)
+
+
+def test_replicas_survive_the_loss_of_an_owner(master: MasterProcess, tmp_path: Path) -> None:
+    with holding(master.address, tmp_path) as first, holding(master.address, tmp_path) as second:
+        with store_with(master.address, replica_num=2) as store, store_with(master.address, share_memory=False) as far:
+            ref = store.put(batch_of(SIZE))
+            owners = [copy.sentinel.split("/")[1] for copy in ref.copies]
+            assert sorted(owners) == sorted([first.record.holder, second.record.holder])
+            assert len(batches(master)) == 2
+            lost = {first.record.holder: first, second.record.holder: second}[owners[0]]
+            os.kill(lost.record.pid, signal.SIGKILL)
+            with far.get(ref) as got:
+                assert same(got, SIZE)
+            with pytest.raises(StoreUnavailable, match="2 replicas"):
+                store.put(batch_of(SIZE))
+            store.remove(ref)
+        works(master.address)
+
+
+# --- writers and readers that die -----------------------------------------------------------------------------------
+
+
+def die_at(connection: Connection, address: str, moment: str, share_memory: bool) -> None:
+    from mooncake_store import layout
+
+    store = store_with(address, "dead", share_memory=share_memory)
+    write_into = layout.Encoded.write_into
+    if moment == "during":
+
+        def cut(self: Any, out: Any) -> str:
+            target = np.frombuffer(out, dtype=np.uint8)
+            target[: target.size // 2] = 1
+            os.kill(os.getpid(), signal.SIGKILL)
+            return write_into(self, out)
+
+        layout.Encoded.write_into = cut  # type: ignore[method-assign]
+    if moment == "before":
+        os.kill(os.getpid(), signal.SIGKILL)
+    ref = store.put(batch_of(SIZE))
+    connection.send(ref.to_json())
+    connection.recv()
+
+
+@pytest.mark.parametrize("share_memory", [True, False])
+@pytest.mark.parametrize("moment", ["before", "during", "after"])
+def test_a_writer_that_is_killed(master: MasterProcess, holder: RunningHolder, moment: str, share_memory: bool) -> None:
+    with Child(die_at, master.address, moment, share_memory) as writer:
+        ref = BatchRef.from_json(writer.receive(HANG)) if moment == "after" else None
+        if ref is None:
+            writer.process.join(HANG)
+        else:
+            writer.kill()
+    with store_with(master.address) as store:
+        if ref is not None:
+            with store.get(ref) as got:
+                assert same(got, SIZE)
+        for key in batches(master, "dead"):
+            if ref is None:  # what it left cannot be read, whatever a ref says
+                stem = key.rpartition("/")[0]
+                some = store.put(batch_of(SIZE))
+                forged = BatchRef("mooncake", "dead", stem, 1, some.nbytes, some.digest, copies=some.copies)
+                store.remove(some)
+                with pytest.raises(IntegrityError, match="did not finish"):
+                    store.get(forged)
+        carrier = carrier_of(store)
+        sweep(carrier._client, carrier._records, "dead")
+        assert not batches(master, "dead")
+    works(master.address, "dead")
+
+
+def hold(connection: Connection, address: str, text: str) -> None:
+    store = store_with(address, "reader")
+    result = store.get(BatchRef.from_json(text))
+    connection.send(float(result.value["tokens"][0][0]))
+    connection.recv()
+
+
+def test_a_reader_that_is_killed_while_it_holds(master: MasterProcess, holder: RunningHolder) -> None:
+    with store_with(master.address) as store:
+        ledger = Ledger(store)
+        ref = store.put(batch_of(SIZE))
+        ledger.expect(ref, {"a", "b"})
+        with Child(hold, master.address, ref.to_json()) as reader:
+            reader.receive(HANG)
+            ledger.acknowledge(ref.key, "a")
+            reader.kill()
+        assert batches(master), "the dead reader has not acknowledged"
+        ledger.reader_died("b")
+        assert not batches(master)
+        ledger.reader_died("b")
+        assert not ledger.acknowledge(ref.key, "b")
+    works(master.address)
+
+
+def manage(connection: Connection, address: str) -> None:
+    store = store_with(address, "managed")
+    connection.send(store.put(batch_of(SIZE)).to_json())
+    connection.recv()
+
+
+def test_a_manager_that_is_killed_is_replaced(master: MasterProcess, holder: RunningHolder) -> None:
+    with Child(manage, master.address) as manager:
+        ref = BatchRef.from_json(manager.receive(HANG))
+        with store_with(master.address, "managed") as second:
+            with pytest.raises(ConfigError, match=f"in use by process {manager.process.pid}"):
+                second.put(batch_of(SIZE))  # refused while the first lives
+            with second.get(ref) as got:
+                assert same(got, SIZE), "and nothing was swept"
+            manager.kill()
+            mine = second.put(batch_of(SIZE, 2))  # the run is dead now: taken over, its remains swept
+            assert batches(master) == [f"{mine.key}/0.0"]
+            with pytest.raises(ObjectNotFound):
+                second.get(ref)
+            second.remove(mine)
+    works(master.address)
+
+
+# --- masters --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share_memory", [True, False])
+def test_a_master_that_is_restarted_loses_nothing(
+    master: MasterProcess, holder: RunningHolder, tmp_path: Path, share_memory: bool
+) -> None:
+    with store_with(master.address, share_memory=share_memory) as store, store_with(master.address) as near:
+        refs = [store.put(batch_of(SIZE, seed)) for seed in range(5)]
+        held = near.get(refs[0])
+        store.remove(refs.pop())
+        with replaced(master, tmp_path) as second:
+            for seed, ref in enumerate(refs):
+                with store.get(ref) as got:
+                    assert same(got, SIZE, seed)
+            for _ in range(3):  # more than the segment holds: fresh memory is refilled, not that under the view
+                for number in range(20):
+                    store.remove(store.put(batch_of(SIZE, 100 + number)))
+            assert same(held.value, SIZE, 0), "the view did not change"
+            held.release()
+            for ref in refs:
+                store.remove(ref)
+            assert not batches(second)
+            with replaced(second, tmp_path):  # and once more
+                works(master.address)
+                again = store.put(batch_of(SIZE, 9))
+                with near.get(again) as got:
+                    assert same(got, SIZE, 9)
+
+
+def test_a_master_that_is_restarted_twice(master: MasterProcess, holder: RunningHolder, tmp_path: Path) -> None:
+    with store_with(master.address) as store:
+        ref = store.put(batch_of(SIZE, 4))
+        second = replaced(master, tmp_path)
+        with store.get(ref) as got:
+            assert same(got, SIZE, 4)
+        with replaced(second, tmp_path):
+            with store.get(ref) as got:
+                assert same(got, SIZE, 4)
+            store.remove(ref)
+            works(master.address)
+
+
+def test_a_batch_whose_writer_is_gone_is_lost_with_the_master(
+    master: MasterProcess, holder: RunningHolder, tmp_path: Path
+) -> None:
+    with store_with(master.address) as writer:
+        ref = writer.put(batch_of(SIZE))
+    with store_with(master.address) as reader, replaced(master, tmp_path):
+        with pytest.raises(ObjectLost, match="did not publish it again"):
+            reader.get(ref)
+        works(master.address)
+
+
+def test_a_master_that_is_gone(master: MasterProcess, holder: RunningHolder) -> None:
+    with store_with(master.address, limits=Limits(put=1.0, get=1.0, remove=1.0)) as store:
+        ref = store.put(batch_of(SIZE))
+        master.stop()
+        for call in (lambda: store.put(batch_of(SIZE)), lambda: store.get(ref), lambda: store.remove(ref)):
+            with pytest.raises(StoreUnavailable, match=master.address):
+                call()
+
+
+# --- the network ----------------------------------------------------------------------------------------------------
+
+
+def test_a_connection_that_is_cut_midway(master: MasterProcess, tmp_path: Path) -> None:
+    nbytes = 200 * MIB
+    with (
+        holding(master.address, tmp_path, "256mb") as holder,
+        store_with(master.address, local_buffer_size="512mb") as store,
+        store_with(master.address, local_buffer_size="512mb", share_memory=False) as far,
+    ):
+        ref = store.put(batch_of(nbytes))
+        with far.get(ref) as got:
+            assert same(got, nbytes)
+        del got
+        cut = threading.Thread(target=_kill_while_reading, args=(holder.record.pid, psutil.Process()))
+        cut.start()
+        with pytest.raises((ObjectLost, StoreUnavailable)):
+            far.get(ref)
+        cut.join()
+    with holding(master.address, tmp_path):
+        works(master.address)
+
+
+def _kill_while_reading(pid: int, reader: psutil.Process) -> None:
+    time.sleep(0.05)  # a quarter of what 200 MiB take at the speed of loopback
+    os.kill(pid, signal.SIGKILL)
+
+
+# --- runs and keys --------------------------------------------------------------------------------------------------
+
+
+def test_two_runs_on_one_master(master: MasterProcess, holder: RunningHolder) -> None:
+    with store_with(master.address, "one") as first, store_with(master.address, "two") as second:
+        refs = [store.put(batch_of(SIZE, seed)) for seed, store in enumerate((first, second))]
+        carrier = carrier_of(first)
+        with pytest.raises(ConfigError, match="alive"):
+            sweep(carrier._client, carrier._records, "two")
+        second.close()
+        assert sweep(carrier._client, carrier._records, "two") == 1
+        with first.get(refs[0]) as got:
+            assert same(got, SIZE, 0)
+        with pytest.raises(ObjectNotFound):
+            first.get(refs[1])
+    works(master.address, "two")
+
+
+def test_the_same_run_id_twice(master: MasterProcess, holder: RunningHolder) -> None:
+    with store_with(master.address) as first, store_with(master.address) as second:
+        ref = first.put(batch_of(SIZE))
+        with pytest.raises(ConfigError, match="run_id = 'run1' is in use by process"):
+            second.put(batch_of(SIZE))
+        with second.get(ref) as got:
+            assert same(got, SIZE)
+        first.put(batch_of(SIZE))
+
+
+def test_a_duplicate_key_keeps_what_is_there(
+    master: MasterProcess, holder: RunningHolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with store_with(master.address) as store:
+        ref = store.put(batch_of(SIZE, 1))
+        taken = uuid.UUID(ref.key.rpartition("/")[2])
+        with monkeypatch.context() as patched:
+            patched.setattr("mooncake_store.placement.uuid.uuid4", lambda: taken)
+            with pytest.raises(StoreError, match="OBJECT_ALREADY_EXISTS"):
+                store.put(batch_of(SIZE, 2))
+        with store.get(ref) as got:
+            assert same(got, SIZE, 1)
+    works(master.address)
+
+
+# --- views ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_remove_under_a_live_view_is_told_when_the_memory_was_given_away(
+    master: MasterProcess, holder: RunningHolder
+) -> None:
+    with store_with(master.address) as store:
+        ref = store.put(batch_of(SIZE))
+        result = store.get(ref)
+        store.remove(ref)
+        assert same(result.value, SIZE)
+        others = [store.put(batch_of(SIZE, 5)) for _ in range(20)]
+        with pytest.raises(IntegrityError, match="given to"):
+            result.release()
+        for other in others:
+            store.remove(other)
+    works(master.address)
+
+
+def test_a_close_under_a_live_view(master: MasterProcess, holder: RunningHolder) -> None:
+    store = store_with(master.address)
+    view = store.get(store.put(batch_of(SIZE))).value
+    store.close()
+    holder.stop()
+    assert same(view, SIZE)
+
+
+def test_memory_is_lent_until_the_last_tensor_is_gone(master: MasterProcess, holder: RunningHolder) -> None:
+    torch = pytest.importorskip("torch")
+    acknowledged = threading.Event()
+    with store_with(master.address) as store:
+        ref = store.put(batch_of(SIZE))
+        with store.get(ref, on_release=acknowledged.set) as got, pytest.warns(UserWarning, match="not writable"):
+            tensor = torch.from_numpy(got["tokens"][0])[10:20]
+        del got
+        gc.collect()
+        assert not acknowledged.wait(0.3)
+        assert tensor.tolist() == batch_of(SIZE)["tokens"][0][10:20].tolist()
+        del tensor
+        assert acknowledged.wait(HANG)
+    works(master.address)
+
+
+# --- mappings that cannot be had --------------------------------------------------------------------------------------
+
+
+def read_as(connection: Connection, address: str, text: str, how: str) -> None:
+    import logging
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("mooncake_store").addHandler(handler)
+    store = store_with(address, "reader")
+    if how == "another user":
+        os.setuid(65534)
+    for _ in range(3):
+        with store.get(BatchRef.from_json(text)) as got:
+            assert same(got, SIZE)
+    connection.send(said)
+
+
+def test_a_segment_that_another_user_may_not_map(master: MasterProcess, holder: RunningHolder) -> None:
+    if os.getuid() != 0:
+        pytest.skip("becoming another user takes root")
+    with store_with(master.address) as store:
+        ref = store.put(batch_of(SIZE))
+        with Child(read_as, master.address, ref.to_json(), "another user") as reader:
+            said = reader.receive(HANG)
+        assert len(said) == 1, "the fallback is reported once"
+        assert "is not mapped, its bytes travel over the network" in said[0]
+
+
+def read_in_a_namespace(connection: Connection, address: str, text: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    new_pid_namespace = 0x20000000
+    if libc.unshare(new_pid_namespace):
+        connection.send(os.strerror(ctypes.get_errno()))
+        return
+    with Child(read_as, address, text, "another namespace") as reader:  # its child is the namespace's first process
+        connection.send(reader.receive(HANG))
+
+
+def test_a_segment_of_another_pid_namespace(master: MasterProcess, holder: RunningHolder) -> None:
+    with store_with(master.address) as store:
+        ref = store.put(batch_of(SIZE))
+        with Child(read_in_a_namespace, master.address, ref.to_json(), daemon=False) as outer:
+            said = outer.receive(HANG)
+    if isinstance(said, str):
+        pytest.skip(f"no PID namespaces here: {said}")
+    assert len(said) <= 1
+
+
+# --- bytes that change ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["frame", "payload"])
+def test_a_flipped_bit(master: MasterProcess, holder: RunningHolder, where: str) -> None:
+    with (
+        store_with(master.address, verify="always") as store,
+        store_with(master.address, share_memory=False) as far,
+    ):
+        ref = store.put(batch_of(SIZE))
+        carrier = carrier_of(store)
+        (record,) = carrier._owners.all()
+        mapping = carrier._owners.mapping(record, writable=True)
+        assert mapping is not None
+        offset = lies_at(master, f"{ref.key}/0.0") - record.base
+        mapping.bytes[offset + (20 if where == "frame" else ref.nbytes // 2)] ^= 1
+        for reader in (store, far):
+            with pytest.raises(IntegrityError):
+                reader.get(ref)
+        store.remove(ref)
+    works(master.address)
+
+
+def test_a_truncated_object(master: MasterProcess, holder: RunningHolder) -> None:
+    with store_with(master.address) as store, store_with(master.address, share_memory=False) as far:
+        ref = store.put(batch_of(SIZE))
+        client = carrier_of(store)._client
+        key = f"{ref.key}/0.0"
+        client.remove(key)
+        client.allocate([key], [4096], holder.record.name)
+        client.commit([key])
+        for reader in (store, far):
+            with pytest.raises(IntegrityError):
+                reader.get(ref)
+    works(master.address)
