@@ -11,15 +11,25 @@ Result = TypeVar("Result")
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0  # seconds
 
 
-def attempts(seconds: float) -> Iterator[bool]:
-    """Yield False before each attempt within `seconds`, pausing twice as long each time, and True before the last."""
+class Attempt:
+    """One attempt of `attempts`."""
+
+    def __init__(self, deadline: float, pause: float) -> None:
+        self._deadline, self._pause = deadline, pause
+
+    def is_last(self) -> bool:
+        """Whether the time is up now: an attempt that took long by itself is not followed by another."""
+        return time.monotonic() + self._pause >= self._deadline
+
+
+def attempts(seconds: float) -> Iterator[Attempt]:
+    """Yield attempts without end, pausing twice as long between them each time; the caller leaves at the last one."""
     deadline = time.monotonic() + seconds
     pause = FIRST_PAUSE
-    while time.monotonic() + pause < deadline:
-        yield False
+    while True:
+        yield Attempt(deadline, pause)
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE)
-    yield True
 
 
 def bounded(call: Callable[[], Result], seconds: float, name: str = "bounded call") -> Result | None:

@@ -97,15 +97,15 @@ class Writer:
             StoreFull: no room, or nobody lends memory.
             StoreUnavailable: the master or a holder does not answer, or there are fewer holders than copies.
         """
-        for last in attempts(self._limits.put):
+        for attempt in attempts(self._limits.put):
             try:
                 return self._put(prefix, payload, replica_num, claim)
             except (StoreFull, StoreUnavailable) as error:
-                if last or not error.retryable:
+                if not error.retryable or attempt.is_last():
                     raise
                 if error.code not in UNANSWERED:
                     self._owners.refresh()
-        raise AssertionError("unreachable: the last attempt returns or raises")
+        raise AssertionError("unreachable: attempts do not end by themselves")
 
     def _put(self, prefix: str, payload: Payload, replica_num: int, claim: Callable[[str], None]) -> Written:
         owners = self._owners.all()

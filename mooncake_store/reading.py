@@ -43,7 +43,7 @@ class Reader:
             StoreUnavailable: the master does not answer.
         """
         failures: list[StoreError] = []
-        for last in attempts(self._limits.get):
+        for attempt in attempts(self._limits.get):
             failures = []
             for copy in range(len(ref.copies)):
                 try:
@@ -51,7 +51,7 @@ class Reader:
                 except (ObjectNotFound, ObjectLost, IntegrityError, StoreUnavailable) as error:
                     failures.append(self._explained(error, ref, ref.copies[copy].sentinel))
             worth_waiting = any(isinstance(error, ObjectLost | StoreUnavailable) for error in failures)
-            if last or not worth_waiting:
+            if attempt.is_last() or not worth_waiting:
                 break
             self._owners.refresh()
         raise max(failures, key=_weight)
