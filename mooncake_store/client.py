@@ -259,11 +259,14 @@ class MooncakeClient:
         Raises:
             StoreUnavailable: the master does not answer.
         """
-        described = self._call("batch_get_replica_desc", list(keys))
-        found = [_location(described.get(key, ())) for key in keys]
-        if None in found:
-            self.exist(keys)  # a master that does not answer describes nothing
-        return found
+        for _ in attempts(self._limits.remove):
+            described = self._call("batch_get_replica_desc", list(keys))
+            found = [_location(described.get(key, ())) for key in keys]
+            unknown = [key for key, location in zip(keys, found, strict=True) if location is None]
+            # A master that does not answer describes nothing, and may answer the second question again.
+            if not unknown or not any(self.exist(unknown)):
+                return found
+        raise StoreUnavailable(f"the master at {self._master} knows {unknown[0]!r} but not where it lies")
 
     def exist(self, keys: Sequence[str]) -> list[bool]:
         """Whether each object is committed; StoreUnavailable when the master does not answer."""

@@ -27,6 +27,8 @@ from mooncake_store.segment import Mapping, SegmentRecord
 
 # What a fragmented store is offered when it has no hole for a whole object.
 PIECE_BYTES = 32 << 20
+# Readers refuse a ref that names more, so that nobody can make them look for parts without end.
+MAX_PARTS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,8 @@ class Writer:
 
     Args:
         pool: warm registered buffers, for what cannot be written in place.
-        chunk_bytes: largest part, None for objects in one part wherever they fit.
+        chunk_bytes: largest part, unless an object would have more than MAX_PARTS; None for objects in one part
+            wherever they fit.
     """
 
     def __init__(
@@ -102,7 +105,7 @@ class Writer:
             except (StoreFull, StoreUnavailable) as error:
                 if last or not error.retryable:
                     raise
-                self._owners.refresh()
+                self._owners.changed()
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _put(self, prefix: str, payload: Payload, replica_num: int, claim: Callable[[str], None]) -> Written:
@@ -141,7 +144,8 @@ class Writer:
 
     def _copy(self, owner: SegmentRecord, key: str, copy: int, identity: bytes, source: _Source) -> Copy:
         """Write one copy to one owner, in parts small enough for the holes it has."""
-        whole = frames(identity, source.nbytes, min(self._chunk_bytes or source.nbytes, source.nbytes))
+        part_bytes = min(self._chunk_bytes or source.nbytes, source.nbytes)
+        whole = frames(identity, source.nbytes, max(part_bytes, -(-source.nbytes // MAX_PARTS)))
         try:
             return self._write(owner, key, copy, whole, source)
         except StoreFull:

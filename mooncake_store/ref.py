@@ -92,7 +92,7 @@ class BatchRef:
         try:
             check_format(json.loads(text)["format"])
             record = msgspec.json.decode(text, type=_Record)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise IntegrityError(f"not a BatchRef: {error!r} in {text!r:.200}") from error
         return cls(**{**msgspec.structs.asdict(record), "copies": tuple(CopyOf(*copy) for copy in record.copies)})
 
