@@ -23,11 +23,14 @@ class Attempt:
 
 
 def attempts(seconds: float) -> Iterator[Attempt]:
-    """Yield attempts without end, pausing twice as long between them each time; the caller leaves at the last one."""
+    """Yield attempts, pausing twice as long between them each time, until one ends when the time is up."""
     deadline = time.monotonic() + seconds
     pause = FIRST_PAUSE
     while True:
-        yield Attempt(deadline, pause)
+        attempt = Attempt(deadline, pause)
+        yield attempt
+        if attempt.is_last():
+            return
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE)
 

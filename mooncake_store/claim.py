@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 import uuid
+from contextlib import suppress
 
 import msgspec
 
@@ -141,11 +142,10 @@ class RunClaim:
         with self._lock:
             if self._held:
                 self._held = False
-                for key in (claim_key(self._run_id), beat_key(self._run_id)):
-                    try:
-                        self._client.remove(key)
-                    except StoreError:
-                        return
+                with suppress(StoreError):
+                    if owner_of(self._records, self._run_id) == self._mine:
+                        self._client.remove(claim_key(self._run_id))
+                        self._client.remove(beat_key(self._run_id))
 
     def _take(self, segment: str) -> None:
         mine = msgspec.json.encode(self._mine)

@@ -285,7 +285,7 @@ class MooncakeClient:
                 return found
             if attempt.is_last():
                 raise StoreUnavailable(f"objects exist without a complete copy: {missing[0]!r}")
-        raise AssertionError("unreachable: attempts do not end by themselves")
+        raise AssertionError("unreachable: the last attempt returns or raises")
 
     def exist(self, keys: Sequence[str]) -> list[bool]:
         """Whether each object is committed; StoreUnavailable when the master does not answer."""
@@ -293,7 +293,7 @@ class MooncakeClient:
         for again in (True, False):
             answers: list[int] = self._call("batch_is_exist", list(keys))
             code = min(answers, default=codes.OK)
-            if code >= 0:
+            if code >= 0 or code == codes.NOT_FOUND:
                 break
             if not again or not codes.outcome_of(code).retryable:
                 raise codes.error_for(code, "lookup", f"{len(keys)} keys", self._next_step(code))
@@ -325,11 +325,12 @@ class MooncakeClient:
             key, code = keys[failed[0]], flat[failed[0]]
             if code >= 0:
                 raise IntegrityError(f"{code} of {ranges[failed[0]].nbytes} bytes of object {key!r} were read")
-            # Ranges beyond the object answer the same as an owner whose connection was refused (measured).
-            owner_failed |= code in (codes.TRANSFER_FAILED, codes.INVALID_PARAMS)
+            # An owner whose connection was refused answers like a range beyond the object (measured).
+            owner_away = code in (codes.TRANSFER_FAILED, codes.INVALID_PARAMS)
+            owner_failed |= owner_away
             if owner_failed and (code == codes.NOT_FOUND or attempt.is_last()):
                 raise ObjectLost(f"the owner of {key!r} stopped answering and its bytes are gone", code=code)
-            if not codes.outcome_of(code).retryable or attempt.is_last():
+            if not (owner_away or codes.outcome_of(code).retryable) or attempt.is_last():
                 raise codes.error_for(code, "get", repr(key), self._next_step(code))
 
     def replace(self, key: str, address: int, nbytes: int, segment: str) -> None:
@@ -423,7 +424,7 @@ class MooncakeClient:
                 return code
             if not codes.outcome_of(code).retryable or attempt.is_last():
                 raise codes.error_for(code, operation, subject, self._next_step(code))
-        raise AssertionError("unreachable: attempts do not end by themselves")
+        raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _next_step(self, code: int) -> str:
         error = codes.outcome_of(code).error

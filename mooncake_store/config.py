@@ -93,7 +93,8 @@ class MooncakeConfig:
             at least 16mb, and less than this host's or cgroup's memory.
         local_buffer_size: upper bound, in bytes, of the warm buffers through which this process puts and gets. The
             default is lowered to the memory there is; a value that was given and does not fit is refused.
-        chunk_bytes: largest part, in bytes, in which a batch is stored; None stores it in one part wherever it fits.
+        chunk_bytes: largest part, in bytes, in which a batch is stored; None stores it in one part wherever it fits. A
+            batch of more than 65536 such parts is stored in 65536 larger ones.
             Batches of several parts are copied on every get, those of one part are not where readers share memory.
         share_memory: whether processes of one node look into a segment's memory instead of moving its bytes over the
             network; where that is impossible they fall back by themselves.

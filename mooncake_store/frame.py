@@ -49,11 +49,18 @@ class Frame:
         return body + xxhash.xxh3_64_digest(body)
 
     def check(self, stored: Bytes) -> None:
-        """Raise IntegrityError unless `stored` (uint8, at least 64) starts with exactly this frame."""
+        """Raise IntegrityError unless `stored` (uint8) starts with exactly this frame.
+
+        The error is retryable when only the commit word is missing: after a restart of the master a batch is written
+        again, under the eyes of its readers.
+        """
         found = stored[:NBYTES].tobytes()
         if found == self.pack():
             return
-        raise IntegrityError(f"part {self.part} of {self.parts} of batch {self.id.hex()}: {_difference(found, self)}")
+        raise IntegrityError(
+            f"part {self.part} of {self.parts} of batch {self.id.hex()}: {_difference(found, self)}",
+            retryable=len(found) == NBYTES and found[: len(COMMIT)] != COMMIT,
+        )
 
 
 def footprint(part_bytes: int) -> int:

@@ -26,6 +26,7 @@ import uuid
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -63,16 +64,20 @@ def ask_key(holder: str, epoch: int, number: int) -> str:
     return f"holder/{holder}/epoch/{epoch}/ask/{number}"
 
 
+_U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+_U63 = Annotated[int, msgspec.Meta(ge=0)]
+
+
 class Kept(msgspec.Struct, frozen=True):
     """An object to copy out of the memory of before a restart: key, offset of its frame there, and what that says."""
 
     key: str
-    offset: int
-    id: bytes
-    part: int
-    parts: int
-    part_bytes: int
-    object_bytes: int
+    offset: _U63
+    id: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    part: _U32
+    parts: _U32
+    part_bytes: _U63
+    object_bytes: _U63
 
     @property
     def frame(self) -> frame.Frame:
@@ -172,7 +177,7 @@ class SegmentHolder:
                 raise
         except BaseException:
             if memory is not None:
-                memory.close()
+                memory.close()  # it would keep the memory, and the next tick takes as much again
             raise
         return _Segment(record, segment_id, memory)
 
@@ -236,10 +241,9 @@ class SegmentHolder:
 
     def _answer(self, key: str) -> None:
         """Copy what was asked for out of old memory; what cannot be copied stays away, which is the answer."""
-        payload = self._records.read(key)
         try:
-            ask = msgspec.msgpack.decode(payload or b"", type=Ask)
-        except msgspec.DecodeError as error:
+            ask = msgspec.msgpack.decode(self._records.read(key) or b"", type=Ask)
+        except (IntegrityError, msgspec.DecodeError) as error:
             _log.warning("request %s cannot be read: %s", key, error)
             return
         kept = 0

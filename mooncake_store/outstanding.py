@@ -18,7 +18,7 @@ from mooncake_store.records import Records
 from mooncake_store.segment import SegmentRecord
 
 ANSWER_SECONDS = 20.0
-_PER_ASK = 256  # objects in one request, well within a record
+_PER_ASK = 128  # objects in one request, well within a record
 Item = TypeVar("Item")
 _log = logging.getLogger(__name__)
 
@@ -101,7 +101,9 @@ class Outstanding:
                         Part(part.key, part.frame, offset) for part, offset in zip(copy.parts, offsets, strict=True)
                     )
                     self._copies[key].append(Copy(new, moved))
+                if self._copies[key]:
                     continue
+                del self._copies[key]
             _log.error("batch %s is lost: the master was restarted and its memory could not be kept", key)
 
     def _ask(self, holder: SegmentRecord, ask: Ask) -> None:

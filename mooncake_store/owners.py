@@ -8,7 +8,7 @@ import threading
 import msgspec
 
 from mooncake_store.client import Location, MooncakeClient
-from mooncake_store.errors import StoreError
+from mooncake_store.errors import IntegrityError, StoreUnavailable
 from mooncake_store.holder import SLOTS, slot_key
 from mooncake_store.records import Records
 from mooncake_store.segment import CannotMap, Mapping, SegmentRecord, boot_id
@@ -53,11 +53,20 @@ class Owners:
             self._mapped = {key: mapping for key, mapping in self._mapped.items() if key[0] in lent}
         return found
 
+    def changed(self) -> bool:
+        """Look again; whether other memory is lent than was known. A master that does not answer changed nothing."""
+        with self._lock:
+            known = self._known
+        try:
+            return self.refresh() != known
+        except StoreUnavailable:
+            return False
+
     def of(self, location: Location) -> SegmentRecord | None:
         """Who lends the memory at `location`; None for memory that no holder lends."""
         for look in (self.all, self.refresh):
             for record in look():
-                if record.endpoint == location.endpoint:
+                if record.holds(location):
                     return record
         return None
 
@@ -75,11 +84,15 @@ class Owners:
         """Whether the master no longer knows this segment, because it was restarted or its holder is gone."""
         return not self._client.exist([record.sentinel])[0]
 
+    def any_forgotten(self) -> bool:
+        """The same of any segment: allocated memory may lie in another than was preferred."""
+        return not all(self._client.exist([record.sentinel for record in self.all()]))
+
     def _read(self, slot: str) -> SegmentRecord | None:
         try:
             payload = self._records.read(slot)
             return None if payload is None else msgspec.json.decode(payload, type=SegmentRecord)
-        except (StoreError, msgspec.DecodeError, msgspec.ValidationError) as error:
+        except (IntegrityError, msgspec.DecodeError) as error:
             _log.warning("the record %s of a segment holder is ignored: %s", slot, error)
             return None
 

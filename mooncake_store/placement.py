@@ -19,7 +19,6 @@ from mooncake_store.arrays import Bytes
 from mooncake_store.backends import Payload
 from mooncake_store.bounded import attempts
 from mooncake_store.client import Limits, MooncakeClient
-from mooncake_store.codes import UNANSWERED
 from mooncake_store.errors import StoreError, StoreFull, StoreUnavailable
 from mooncake_store.frame import Frame
 from mooncake_store.owners import Owners
@@ -28,6 +27,8 @@ from mooncake_store.segment import Mapping, SegmentRecord
 
 # What a fragmented store is offered when it has no hole for a whole object.
 PIECE_BYTES = 32 << 20
+# Readers refuse a ref that names more, so that nobody can make them look for parts without end.
+MAX_PARTS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,8 @@ class Writer:
 
     Args:
         pool: warm registered buffers, for what cannot be written in place.
-        chunk_bytes: largest part, None for objects in one part wherever they fit.
+        chunk_bytes: largest part, unless an object would have more than MAX_PARTS; None for objects in one part
+            wherever they fit.
     """
 
     def __init__(
@@ -103,9 +105,8 @@ class Writer:
             except (StoreFull, StoreUnavailable) as error:
                 if not error.retryable or attempt.is_last():
                     raise
-                if error.code not in UNANSWERED:
-                    self._owners.refresh()
-        raise AssertionError("unreachable: attempts do not end by themselves")
+                self._owners.changed()
+        raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _put(self, prefix: str, payload: Payload, replica_num: int, claim: Callable[[str], None]) -> Written:
         owners = self._owners.all()
@@ -143,7 +144,8 @@ class Writer:
 
     def _copy(self, owner: SegmentRecord, key: str, copy: int, identity: bytes, source: _Source) -> Copy:
         """Write one copy to one owner, in parts small enough for the holes it has."""
-        whole = frames(identity, source.nbytes, min(self._chunk_bytes or source.nbytes, source.nbytes))
+        part_bytes = min(self._chunk_bytes or source.nbytes, source.nbytes)
+        whole = frames(identity, source.nbytes, max(part_bytes, -(-source.nbytes // MAX_PARTS)))
         try:
             return self._write(owner, key, copy, whole, source)
         except StoreFull:
@@ -158,33 +160,27 @@ class Writer:
         self._client.allocate(keys, [frame.footprint(part.part_bytes) for part in parts], owner.name)
         try:
             if mapping is None:
-                self._check_known(owner)
+                # Where a full segment's objects land is told only after they were written.
+                _check(not self._owners.any_forgotten(), owner)
                 self._send(keys, parts, source)
                 self._client.commit(keys)
                 offsets = self._offsets(owner, keys)
             else:
                 self._client.commit(keys)
                 offsets = self._offsets(owner, keys)
-                self._check_known(owner)
+                _check(not self._owners.forgotten(owner), owner)
                 self._fill(mapping, offsets, parts, source)
-        except BaseException as error:
-            if not (isinstance(error, StoreUnavailable) and error.code in UNANSWERED):
-                self._client.revoke(keys)
+        except BaseException:
+            self._client.revoke(keys)
             raise
         return Copy(owner, tuple(map(Part, keys, parts, offsets)))
 
     def _offsets(self, owner: SegmentRecord, keys: Sequence[str]) -> list[int | None]:
         locations = self._client.locate(keys)
         offsets = [None if location is None else owner.offset_of(location) for location in locations]
-        if any(location is None or location.endpoint != owner.endpoint for location in locations):
+        if any(location is None or not owner.holds(location) for location in locations):
             raise StoreFull(f"segment {owner.name} has no room", retryable=True)
         return offsets
-
-    def _check_known(self, owner: SegmentRecord) -> None:
-        if self._owners.forgotten(owner):
-            raise StoreUnavailable(
-                f"the master has forgotten segment {owner.name}: it was restarted, or the segment's holder is gone"
-            )
 
     def _fill(self, mapping: Mapping, offsets: Sequence[int | None], parts: Sequence[Frame], source: _Source) -> None:
         targets = [
@@ -249,3 +245,10 @@ def _slices(parts: Sequence[Frame]) -> list[slice]:
     """Where the payload of each part lies in the object."""
     ends = list(accumulate(part.part_bytes for part in parts))
     return [slice(end - part.part_bytes, end) for end, part in zip(ends, parts, strict=True)]
+
+
+def _check(known: bool, owner: SegmentRecord) -> None:
+    if not known:
+        raise StoreUnavailable(
+            f"the master has forgotten segment {owner.name} or another: it was restarted, or a segment's holder is gone"
+        )

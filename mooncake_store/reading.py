@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import weakref
 from collections.abc import Sequence
 
@@ -16,10 +17,11 @@ from mooncake_store.client import Limits, Location, MooncakeClient, Range
 from mooncake_store.errors import IntegrityError, ObjectLost, ObjectNotFound, StoreError, StoreUnavailable
 from mooncake_store.frame import Frame
 from mooncake_store.owners import Owners
-from mooncake_store.placement import frames, part_key
+from mooncake_store.placement import MAX_PARTS, frames, part_key
 from mooncake_store.pool import BufferPool
-from mooncake_store.ref import BatchRef
+from mooncake_store.ref import BatchRef, CopyOf
 
+_ID = re.compile("[0-9a-f]{32}")
 _log = logging.getLogger(__name__)
 
 
@@ -39,9 +41,11 @@ class Reader:
         Raises:
             ObjectNotFound: it was removed.
             ObjectLost: the memory of all copies is gone, and nobody published them again within Limits.get.
-            IntegrityError: the bytes are not those of this batch.
+            IntegrityError: the bytes are not those of this batch, or no put made this ref.
             StoreUnavailable: the master does not answer.
         """
+        if not ref.copies:
+            raise IntegrityError(f"the ref of {ref.key!r} names no copy: no put made it")
         failures: list[StoreError] = []
         for attempt in attempts(self._limits.get):
             failures = []
@@ -50,34 +54,37 @@ class Reader:
                     return self._copy(ref, copy)
                 except (ObjectNotFound, ObjectLost, IntegrityError, StoreUnavailable) as error:
                     failures.append(self._explained(error, ref, ref.copies[copy].sentinel))
-            worth_waiting = any(isinstance(error, ObjectLost | StoreUnavailable) for error in failures)
+            # What was known may be memory of before a restart of the master.
+            changed = self._owners.changed()
+            worth_waiting = changed or any(isinstance(error, ObjectLost) or error.retryable for error in failures)
             if attempt.is_last() or not worth_waiting:
                 break
-            self._owners.refresh()
         raise max(failures, key=_weight)
 
     def remove(self, ref: BatchRef) -> None:
         """Free every part of every copy; what is already gone is not an error.
 
         Raises:
+            IntegrityError: no put made this ref.
             StoreUnavailable: the master does not answer.
         """
-        for copy, (_, part_bytes) in enumerate(ref.copies):
-            for part in range(-(-ref.nbytes // part_bytes)):
-                self._client.remove(part_key(ref.key, copy, part))
+        for copy, named in enumerate(ref.copies):
+            for part in _frames_of(ref, named):
+                self._client.remove(part_key(ref.key, copy, part.part))
 
     def _copy(self, ref: BatchRef, copy: int) -> Stored:
-        parts = frames(bytes.fromhex(ref.key.rpartition("/")[2]), ref.nbytes, ref.copies[copy].part_bytes)
+        parts = _frames_of(ref, ref.copies[copy])
         keys = [part_key(ref.key, copy, part.part) for part in parts]
         locations = self._client.locate(keys)
         found = [location for location in locations if location is not None]
+        for location, part in zip(locations, parts, strict=True):
+            if location is not None and location.nbytes != frame.footprint(part.part_bytes):
+                raise IntegrityError(
+                    f"part {part.part} of {ref.key!r} has {location.nbytes} bytes in the store, "
+                    f"{frame.footprint(part.part_bytes)} by its ref"
+                )
         if len(found) < len(keys):
             raise ObjectNotFound(f"the store has {len(found)} of {len(keys)} parts of {ref.key!r}; it was removed")
-        for key, location, part in zip(keys, found, parts, strict=True):
-            if location.nbytes != frame.footprint(part.part_bytes):
-                raise IntegrityError(
-                    f"object {key!r} has {location.nbytes} bytes, its ref says {frame.footprint(part.part_bytes)}"
-                )
         views = [self._view(location, part) for location, part in zip(found, parts, strict=True)]
         mapped = [view for view in views if view is not None]
         if len(mapped) == len(parts) == 1:
@@ -133,13 +140,31 @@ class Reader:
         )
 
 
+def _frames_of(ref: BatchRef, copy: CopyOf) -> list[Frame]:
+    """What the frames of one copy must say.
+
+    Raises:
+        IntegrityError: no put made such a ref. Nothing is asked, allocated or removed by the numbers in it.
+    """
+    identity = ref.key.rpartition("/")[2]
+    if not 0 < copy.part_bytes <= ref.nbytes <= MAX_PARTS * copy.part_bytes or not _ID.fullmatch(identity):
+        raise IntegrityError(
+            f"no put made the ref of {ref.key!r:.200}, which says {ref.nbytes} bytes in parts of {copy.part_bytes}: "
+            f"allowed are a key that ends in 32 hex digits and 1 to {MAX_PARTS} parts of at most the whole"
+        )
+    return frames(bytes.fromhex(identity), ref.nbytes, copy.part_bytes)
+
+
 def _in_place(view: Bytes, part: Frame) -> Stored:
     part.check(view)
     # An array of its own at the root of all views, whose end is the end of them all.
     root = np.frombuffer(memoryview(view.data)[frame.NBYTES :], dtype=np.uint8)
 
     def check() -> None:
-        part.check(view)
+        try:
+            part.check(view)
+        except IntegrityError as error:  # final, unlike before the batch was seen whole
+            raise IntegrityError(f"the batch was removed while it was read: {error}") from None
 
     weakref.finalize(root, _check_late, part, view).atexit = False
     return Stored(root, shared=True, check=check)

@@ -13,10 +13,12 @@ import uuid
 import numpy as np
 import xxhash
 
+from mooncake_store.bounded import attempts
 from mooncake_store.client import MooncakeClient, Range
-from mooncake_store.errors import IntegrityError, StoreError
+from mooncake_store.errors import IntegrityError, ObjectLost, ObjectNotFound, StoreError
 
 MAX_BYTES = 64 << 10
+REPLACED_SECONDS = 1.0  # within which a record that was read while it was replaced is whole again
 _DIGEST, _TOKEN = 8, 16  # bytes; the token tells apart two equal records, one of which lost
 
 
@@ -44,11 +46,14 @@ class Records:
                 return False
             try:
                 self._client.allocate([key], [len(stored)], segment)
-                self._client.write(key, [(address, len(stored))])
-                self._client.commit([key])
-            except StoreError as error:
+            except StoreError as error:  # not revoked: what is under the key is another's
                 if error.code == _ALREADY_THERE:
                     return False
+                raise
+            try:
+                self._client.write(key, [(address, len(stored))])
+                self._client.commit([key])
+            except StoreError:
                 self._client.revoke([key])
                 raise
             return self._stored_under(key) == stored
@@ -67,14 +72,15 @@ class Records:
             StoreUnavailable: the master does not answer.
             IntegrityError: it is not a record.
         """
-        with self._lock:
-            stored = self._stored_under(key)
-        if stored is None:
-            return None
-        body = stored[_DIGEST:]
-        if len(stored) < _DIGEST + _TOKEN or stored[:_DIGEST] != xxhash.xxh3_64_digest(body):
-            raise IntegrityError(f"the record {key!r} does not match its checksum")
-        return body[_TOKEN:]
+        for _ in attempts(REPLACED_SECONDS):
+            with self._lock:
+                stored = self._stored_under(key)
+            if stored is None:
+                return None
+            body = stored[_DIGEST:]
+            if len(body) >= _TOKEN and stored[:_DIGEST] == xxhash.xxh3_64_digest(body):
+                return body[_TOKEN:]
+        raise IntegrityError(f"the record {key!r} does not match its checksum")
 
     def _stored_under(self, key: str) -> bytes | None:
         """The raw record, read through the scratch memory."""
@@ -83,8 +89,10 @@ class Records:
             return None
         try:
             self._client.read(self._scratch.ctypes.data, [Range(key, 0, 0, location.nbytes)], seconds=0)
-        except StoreError:  # its owner died, or it went between the two questions
+        except (ObjectNotFound, ObjectLost):  # its owner died, or it went between the two questions
             return None
+        except IntegrityError:  # a shorter one came between them
+            return b""
         return self._scratch[: location.nbytes].tobytes()
 
 

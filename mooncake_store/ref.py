@@ -92,12 +92,13 @@ class BatchRef:
         try:
             check_format(json.loads(text)["format"])
             record = msgspec.json.decode(text, type=_Record)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise IntegrityError(f"not a BatchRef: {error!r} in {text!r:.200}") from error
         return cls(**{**msgspec.structs.asdict(record), "copies": tuple(CopyOf(*copy) for copy in record.copies)})
 
 
-_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Size = Annotated[int, msgspec.Meta(gt=0, le=2**63 - 1)]
 
 
 class _Record(msgspec.Struct, forbid_unknown_fields=True):
@@ -107,12 +108,12 @@ class _Record(msgspec.Struct, forbid_unknown_fields=True):
     run_id: str
     key: str
     num_rows: _Count
-    nbytes: Annotated[int, msgspec.Meta(gt=0)]
+    nbytes: _Size
     digest: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
     weight_version_min: _Count | None
     weight_version_max: _Count | None
     rollout_id: int | None
-    copies: list[tuple[str, Annotated[int, msgspec.Meta(gt=0)]]]
+    copies: list[tuple[str, _Size]]
     format: int
 
 

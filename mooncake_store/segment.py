@@ -35,7 +35,8 @@ class SegmentRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         endpoint: where its bytes are reached over the network, "host:port".
         nbytes: its size.
         base: address of its first byte in the holder, as the master names addresses.
-        path, inode, boot_id, pid: of the memfd, to map it; path is empty where it cannot be mapped.
+        path, inode, boot_id, pid: of the memfd, to map it; path is empty, and base and probe mean nothing, where the
+            holder's system has no shared memory.
         probe_at: offset in bytes of PROBE_BYTES bytes that a mapping must find there.
         probe: those bytes, hexadecimal.
     """
@@ -58,11 +59,15 @@ class SegmentRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Key of the object whose absence says that the master has forgotten this segment."""
         return sentinel_key(self.holder, self.epoch)
 
+    def holds(self, location: Location) -> bool:
+        """Whether an object lies in this segment."""
+        return location.endpoint == self.endpoint and (not self.path or self.offset_of(location) is not None)
+
     def offset_of(self, location: Location) -> int | None:
-        """Offset of an object in this segment, None when it does not lie in it."""
+        """Offset of an object in this segment; None when it does not lie in it, or where it starts is not known."""
         offset = location.address - self.base
         inside = location.endpoint == self.endpoint and 0 <= offset <= self.nbytes - location.nbytes
-        return offset if inside else None
+        return offset if self.path and inside else None
 
 
 def sentinel_key(holder: str, epoch: int) -> str:
@@ -120,6 +125,7 @@ class SharedMemory:
     Attributes:
         descriptor: of the memfd.
         mapping: writable.
+        address: where it is mapped.
 
     Raises:
         OSError: no memfd here; ENOMEM when there is not so much memory now. That is asked first: the kernel would
@@ -136,7 +142,8 @@ class SharedMemory:
         except BaseException:
             os.close(self.descriptor)
             raise
-        populate(int(np.frombuffer(self.mapping, dtype=np.uint8).ctypes.data), nbytes)
+        self.address = int(np.frombuffer(self.mapping, dtype=np.uint8).ctypes.data)
+        populate(self.address, nbytes)
 
     @property
     def path_for_self(self) -> str:
@@ -146,7 +153,6 @@ class SharedMemory:
     def close(self) -> None:
         """Give it back; whoever has mapped it keeps its pages."""
         os.close(self.descriptor)
-        self.mapping.close()
 
 
 def populate(address: int, nbytes: int, writable: bool = True) -> None:

@@ -169,6 +169,7 @@ class ObjectStore:
 
     async def aput(self, batch: Mapping[str, Any], value_spec: Mapping[str, ValueSpec] | None = None) -> BatchRef:
         """`put` in a thread of the store's, so that the event loop goes on. Cancelling does not undo what has begun."""
+        self._check_open()
         return await asyncio.wrap_future(self._background.submit(self.put, batch, value_spec))
 
     async def aget(
@@ -180,6 +181,7 @@ class ObjectStore:
         on_release: Callable[[], None] | None = None,
     ) -> GetResult:
         """`get` in a thread of the store's, so that the event loop goes on."""
+        self._check_open()
         return await asyncio.wrap_future(self._background.submit(self.get, ref, fields, rows, as_lists, on_release))
 
     def remove(self, ref: BatchRef) -> None:
@@ -191,6 +193,7 @@ class ObjectStore:
         """
         self._check_open()
         self._check_ref(ref)
+        self._give_up_prefetch(ref.key)
         self._carrier.remove(ref)
         self._count(removes=1)
 
@@ -203,7 +206,11 @@ class ObjectStore:
         """Disconnect; idempotent. Every later call raises StoreClosed; arrays already read stay valid."""
         self._closed = True
         if os.getpid() == self._pid:
-            self._background.shutdown(wait=True, cancel_futures=True)
+            with self._lock:
+                prefetched = list(self._prefetches)
+            for key in prefetched:
+                self._give_up_prefetch(key)
+            self._background.shutdown(wait=True)  # calls that wait there find the store closed
             self._releases.close()
             self._carrier.close()
 
@@ -237,6 +244,12 @@ class ObjectStore:
             reading = self._prefetches.pop(ref.key, None)
         # One that has not begun is given up: here it would wait behind others, or behind this very call.
         return None if reading is None or reading.cancel() else reading.result()
+
+    def _give_up_prefetch(self, key: str) -> None:
+        with self._lock:
+            reading = self._prefetches.pop(key, None)
+        if reading is not None:
+            reading.cancel()
 
     def _count(self, **amounts: int) -> None:
         with self._lock:

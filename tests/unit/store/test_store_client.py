@@ -6,15 +6,15 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mooncake_store import codes
-from mooncake_store.bounded import bounded
-from mooncake_store.client import Limits, MooncakeClient
+from mooncake_store.bounded import attempts, bounded
+from mooncake_store.client import Limits, Location, MooncakeClient, Range
 from mooncake_store.errors import (
     IntegrityError,
     ObjectLost,
@@ -26,23 +26,39 @@ from mooncake_store.errors import (
 )
 from mooncake_store.master import probe_master
 
-QUICK = Limits(probe=0.2, setup=0.2, put=0.1, get=0.1, remove=0.1, first_pause=0.01, longest_pause=0.02)
-NBYTES = 128
+QUICK = Limits(probe=0.2, setup=0.2, put=0.1, get=0.1, remove=0.1)
+FINAL = [*(code for code, outcome in codes.OUTCOMES.items() if not outcome.retryable), -1705]
+RETRYABLE = [code for code, outcome in codes.OUTCOMES.items() if outcome.retryable]
 
 
-def descriptor(size: int = NBYTES, status: str = "COMPLETE") -> Any:
-    memory = SimpleNamespace(buffer_descriptor=SimpleNamespace(size=size))
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mooncake_store.bounded.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("mooncake_store.bounded.LONGEST_PAUSE", 0.02)
+
+
+@pytest.fixture(autouse=True)
+def master_accepts(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """Why the master's address refuses connections, one entry; None when it does not."""
+    reasons: list[str | None] = [None]
+    monkeypatch.setattr("mooncake_store.client.unreachable", lambda *_: reasons[0])
+    return reasons
+
+
+def descriptor(status: str = "COMPLETE", memory: bool = True, address: int = 4096) -> Any:
+    """How Mooncake describes one replica."""
+    buffer = SimpleNamespace(transport_endpoint="host:1", buffer_address=address, size=128)
+    described = SimpleNamespace(buffer_descriptor=buffer)
     return SimpleNamespace(
-        status=SimpleNamespace(name=status), is_memory_replica=lambda: True, get_memory_descriptor=lambda: memory
+        status=SimpleNamespace(name=status), is_memory_replica=lambda: memory, get_memory_descriptor=lambda: described
     )
 
 
 class Script:
     """Stands in for MooncakeDistributedStore: answers from lists, the last answer for ever; records the calls."""
 
-    def __init__(self, descriptors: list[Any] | None = None, **answers: list[int]) -> None:
+    def __init__(self, **answers: list[Any]) -> None:
         self.answers = answers
-        self.descriptors = [descriptor()] if descriptors is None else descriptors
         self.calls: list[tuple[Any, ...]] = []
         self.closed = 0
 
@@ -54,105 +70,303 @@ class Script:
 
         return call
 
-    def get_replica_desc(self, key: str) -> list[Any]:
-        self.calls.append(("get_replica_desc", key))
-        return self.descriptors
-
     def close(self) -> int:
         self.closed += 1
         return 0
 
-    def keys(self, operation: str) -> list[str]:
-        return [call[1] for call in self.calls if call[0] == operation]
+    def called(self, operation: str) -> list[tuple[Any, ...]]:
+        """Arguments of the calls of one operation."""
+        return [call[1:] for call in self.calls if call[0] == operation]
 
 
 def client(script: Script, limits: Limits = QUICK) -> MooncakeClient:
     return MooncakeClient(script, SimpleNamespace, "127.0.0.1:1", limits)
 
 
-FINAL = [code for code, outcome in codes.OUTCOMES.items() if not outcome.retryable]
-RETRYABLE = [code for code, outcome in codes.OUTCOMES.items() if outcome.retryable]
+def got(*answers: int) -> list[Any]:
+    """Answers of get_into_ranges to a read of one range."""
+    return [[[[answer]]] for answer in answers]
 
 
-@pytest.mark.parametrize("code", [*FINAL, -1705])
-def test_final_codes_raise_at_the_first_answer(code: int) -> None:
-    script = Script(put_from=[code], get_into=[code], remove=[code])
+ONE = [Range("k", 0, 0, 8)]
+Call = Callable[[MooncakeClient], object]
+# By operation of Mooncake: the call that makes it, how a code is answered, and what says that all is well.
+ONCE: dict[str, tuple[Call, Callable[[int], Any]]] = {
+    "mount_segment": (
+        lambda c: c.mount("/proc/self/fd/3", 64, "tcp"),
+        lambda code: {"ret": code, "segment_ids": ["id"]},
+    ),
+    "batch_put_session_start": (lambda c: c.allocate(["k"], [8], "host"), lambda code: [code]),
+    "batch_put_from_multi_buffer_ranges": (lambda c: c.write("k", [(1, 8)]), lambda code: [code]),
+    "batch_put_session_end": (lambda c: c.commit(["k"]), lambda code: [code]),
+    "upsert_from": (lambda c: c.replace("k", 1, 8, "host"), lambda code: code),
+    "register_buffer": (lambda c: c.register(1, 8), lambda code: code),
+}
+REPEATED: dict[str, tuple[Call, Callable[[int], Any], Any]] = {
+    "batch_is_exist": (lambda c: c.exist(["k"]), lambda code: [code], [1]),
+    "get_into_ranges": (lambda c: c.read(0, ONE), lambda code: [[[code]]], [[[8]]]),
+    "remove": (lambda c: c.remove("k"), lambda code: code, 0),
+    "remove_by_regex": (lambda c: c.remove_matching("^k"), lambda code: code, 3),
+}
+
+
+def test_the_table_of_codes_has_both_kinds() -> None:
+    assert len(FINAL) > 5
+    assert len(RETRYABLE) > 5
+
+
+@pytest.mark.parametrize("code", [*FINAL, *RETRYABLE])
+@pytest.mark.parametrize("operation", ONCE)
+def test_what_is_not_repeated_raises_at_the_first_answer(operation: str, code: int) -> None:
+    call, answer = ONCE[operation]
+    script = Script(**{operation: [answer(code)]})
     with pytest.raises(StoreError) as caught:
-        client(script).put("run/r/b", 1, NBYTES)
-    assert len(script.keys("put_from")) == 1
-    assert not caught.value.retryable
-    with pytest.raises(StoreError):
-        client(script).get_into("k", 1, NBYTES)
-    assert len(script.keys("get_into")) == 1
+        call(client(script))
+    outcome = codes.outcome_of(code)
+    assert (type(caught.value), caught.value.code) == (outcome.error, code)
+    assert caught.value.retryable is outcome.retryable
+    assert f"{code} ({outcome.name})" in str(caught.value)
+    assert len(script.called(operation)) == 1
+
+
+@pytest.mark.parametrize("code", FINAL)
+@pytest.mark.parametrize("operation", REPEATED)
+def test_final_codes_raise_at_the_first_answer(operation: str, code: int) -> None:
+    call, answer, _ = REPEATED[operation]
+    if (operation, code) == ("get_into_ranges", codes.INVALID_PARAMS):
+        return  # the answer of an owner that is away, which may come back
+    script = Script(**{operation: [answer(code)]})
+    if code == codes.NOT_FOUND and operation != "get_into_ranges":
+        call(client(script))  # an answer, not a failure
+    else:
+        with pytest.raises(StoreError) as caught:
+            call(client(script))
+        assert not caught.value.retryable
+    assert len(script.called(operation)) == 1
 
 
 @pytest.mark.parametrize("code", RETRYABLE)
-def test_retryable_codes_heal_or_end_typed(code: int) -> None:
-    healing = Script(put_from=[code, code, 0], get_into=[code, NBYTES], remove=[code, code, 0])
-    connection = client(healing)
-    connection.put("run/r/b", 1, NBYTES)
-    connection.get_into("k", 1, NBYTES)
-    healing.answers["remove"] = [code, 0]
-    connection.remove("k")
+@pytest.mark.parametrize("operation", REPEATED)
+def test_retryable_codes_heal_or_end_typed(operation: str, code: int) -> None:
+    call, answer, well = REPEATED[operation]
+    failures = 1 if operation == "batch_is_exist" else 2  # callers of `exist` repeat more than that question
+    healing = Script(**{operation: [*[answer(code)] * failures, well]})
+    call(client(healing))
+    assert len(healing.called(operation)) == failures + 1
 
-    stuck = client(Script(put_from=[code], get_into=[code], remove=[code]))
-    for call in (lambda: stuck.put("p", 1, NBYTES), lambda: stuck.get_into("k", 1, NBYTES), lambda: stuck.remove("k")):
-        with pytest.raises(StoreError) as caught:
-            call()
-        assert type(caught.value) in (codes.outcome_of(code).error, ObjectLost)
-        assert caught.value.code == code
-
-
-def test_a_full_store_is_waited_for_and_then_named() -> None:
-    script = Script(put_from=[-200])
-    with pytest.raises(StoreFull, match=r"128 bytes, after 0.*remove batches") as caught:
-        client(script).put("run/r/b", 1, NBYTES)
-    assert caught.value.retryable
-    assert len(script.keys("put_from")) > 2
-    assert not script.keys("remove")  # nothing was allocated
+    stuck = Script(**{operation: [answer(code)]})
+    with pytest.raises(StoreError) as caught:
+        call(client(stuck))
+    lost = operation == "get_into_ranges" and code == codes.TRANSFER_FAILED
+    assert type(caught.value) is (ObjectLost if lost else codes.outcome_of(code).error)
+    assert caught.value.code == code
+    assert len(stuck.called(operation)) > 1
 
 
-def test_every_put_uses_a_fresh_key_and_a_hard_pin() -> None:
-    script = Script(put_from=[-800, -703, 0])
-    key = client(script).put("run/r/b", 1, NBYTES, replica_num=1)
-    keys = script.keys("put_from")
-    assert len(set(keys)) == 3
-    assert key == keys[-1]
-    assert all(name.startswith("run/r/b/") for name in keys)
-    assert script.keys("remove") == keys[:2]  # what a failed attempt may have left
-    assert all(call[4].with_hard_pin and call[4].replica_num == 1 for call in script.calls if call[0] == "put_from")
+def test_attempts_are_bounded_and_the_last_is_told() -> None:
+    for seconds in (0, -1):
+        assert next(attempts(seconds)).is_last()
+    assert len(list(attempts(0))) == 1
+    assert len(list(attempts(0.1))) > 2
 
 
-@pytest.mark.parametrize(
-    "descriptors", [[], [descriptor()], [descriptor(), descriptor(64)], [descriptor(), descriptor(status="PROCESSING")]]
-)
-def test_a_put_with_too_few_replicas_is_undone(descriptors: list[Any]) -> None:
-    script = Script(descriptors)
-    with pytest.raises(StoreUnavailable, match=rf"{min(1, len(descriptors))} of 2 replicas"):
-        client(script).put("run/r/b", 1, NBYTES, replica_num=2)
-    assert script.keys("remove") == script.keys("put_from")
+def test_an_attempt_that_took_long_is_the_last() -> None:
+    attempt = next(attempts(0.05))
+    assert not attempt.is_last()
+    time.sleep(0.06)
+    assert attempt.is_last()
 
 
-@pytest.mark.parametrize("arguments", [(1, 0), (1, -1), (0, 8)])
-def test_a_put_of_nothing_never_reaches_mooncake(arguments: tuple[int, int]) -> None:
+@pytest.mark.parametrize("code", codes.UNANSWERED)
+def test_a_master_that_did_not_answer_is_looked_for_before_it_is_asked_again(
+    code: int, master_accepts: list[str | None]
+) -> None:
+    script = Script(batch_put_session_end=[[code], [0]])
+    connection = client(script)
+    with pytest.raises(StoreUnavailable):
+        connection.commit(["a"])
+    master_accepts[0] = "connection refused"
+    for _ in range(2):
+        with pytest.raises(StoreUnavailable, match=r"does not answer .connection refused."):
+            connection.commit(["a"])
+    assert len(script.called("batch_put_session_end")) == 1
+    master_accepts[0] = None
+    connection.commit(["a"])
+    assert len(script.called("batch_put_session_end")) == 2
+
+
+# --- mounting ---------------------------------------------------------------------------------------------------------
+
+
+def test_mount_and_unmount() -> None:
+    script = Script(mount_segment=[{"ret": 0, "segment_ids": ["id"]}], unmount_segment=[-101])
+    connection = client(script)
+    assert connection.mount("/proc/self/fd/3", 64, "tcp") == "id"
+    connection.unmount("id")  # the master may have forgotten it
+    assert script.called("mount_segment") == [("/proc/self/fd/3", 64, 0, "tcp", "")]
+    assert script.called("unmount_segment") == [(["id"],)]
+
+
+def test_the_segment_name_is_mooncakes_own() -> None:
+    assert client(Script(get_hostname=["host:5"])).segment_name == "host:5"
+
+
+# --- allocating, writing, committing ----------------------------------------------------------------------------------
+
+
+def test_everything_is_hard_pinned_in_the_preferred_segment() -> None:
+    script = Script(batch_put_session_start=[[0, 0]])
+    connection = client(script)
+    connection.allocate(["a", "b"], [8, 16], "host:5")
+    connection.replace("r", 4096, 8, "host:6")
+    ((keys, sizes, config),) = script.called("batch_put_session_start")
+    assert (keys, sizes, config.with_hard_pin, config.preferred_segment) == (["a", "b"], [8, 16], True, "host:5")
+    ((key, address, nbytes, config),) = script.called("upsert_from")
+    assert (key, address, nbytes, config.with_hard_pin, config.preferred_segment) == ("r", 4096, 8, True, "host:6")
+
+
+@pytest.mark.parametrize("sizes", [[0], [-1], [8, 0]])
+def test_an_allocation_of_nothing_never_reaches_mooncake(sizes: list[int]) -> None:
     script = Script()
-    with pytest.raises(ValueError, match="needs bytes"):
-        client(script).put("p", *arguments)
+    with pytest.raises(ValueError, match="need bytes"):
+        client(script).allocate(["k"] * len(sizes), sizes, "host")
     assert not script.calls
 
 
-@pytest.mark.parametrize("answer", [0, NBYTES - 1, NBYTES + 1, -600])
-def test_a_get_of_another_length_is_an_integrity_error(answer: int) -> None:
-    with pytest.raises(IntegrityError, match="128 bytes"):
-        client(Script(get_into=[answer])).get_into("k", 1, NBYTES)
+def test_an_allocation_is_all_or_none() -> None:
+    script = Script(batch_put_session_start=[[0, -200, 0]])
+    with pytest.raises(StoreFull, match=r"24 bytes answered -200.*remove batches") as caught:
+        client(script).allocate(["a", "b", "c"], [8, 8, 8], "host")
+    assert caught.value.retryable
+    assert script.called("batch_put_session_revoke") == [(["a", "c"],)]
+    assert script.called("batch_remove") == [(["a", "c"], True)]
+
+
+def test_an_allocation_that_failed_revokes_nothing_of_others() -> None:
+    script = Script(batch_put_session_start=[[-705]])
+    with pytest.raises(StoreError):
+        client(script).allocate(["k"], [8], "host")
+    assert not script.called("batch_remove")
+
+
+def test_pieces_are_written_back_to_back() -> None:
+    script = Script(batch_put_from_multi_buffer_ranges=[[72]])
+    client(script).write("k", [(4096, 64), (9000, 8)])
+    assert script.calls == [("batch_put_from_multi_buffer_ranges", ["k"], [[4096, 9000]], [[64, 8]], [[0, 64]])]
+
+
+@pytest.mark.parametrize("answer", [0, 7, 9])
+def test_a_write_of_another_length_fails(answer: int) -> None:
+    with pytest.raises(StoreError, match="8 bytes"):
+        client(Script(batch_put_from_multi_buffer_ranges=[[answer]])).write("k", [(4096, 8)])
+
+
+def test_a_commit_fails_when_one_of_its_objects_is_forgotten() -> None:
+    script = Script(batch_put_session_end=[[0, -704]])
+    with pytest.raises(ObjectNotFound):
+        client(script).commit(["a", "b"])
+    assert script.calls == [("batch_put_session_end", ["a", "b"])]
+
+
+def test_revoking_is_forced_and_never_fails() -> None:
+    script = Script(batch_put_session_revoke=[[-900]], batch_remove=[[-900]])
+    connection = client(script)
+    connection.revoke(["a", "b"])
+    connection.revoke([])
+    assert script.calls == [("batch_put_session_revoke", ["a", "b"]), ("batch_remove", ["a", "b"], True)]
+    connection.close()
+    connection.revoke(["a"])
+
+
+# --- where an object lies ---------------------------------------------------------------------------------------------
+
+
+def test_locate_names_the_first_complete_copy_in_memory() -> None:
+    copies = [descriptor("PROCESSING"), descriptor(memory=False), descriptor(address=5), descriptor(address=6)]
+    script = Script(batch_get_replica_desc=[{"a": copies, "b": [descriptor("PROCESSING")]}], batch_is_exist=[[0, 0]])
+    assert client(script).locate(["a", "b", "c"]) == [Location("host:1", 5, 128), None, None]
+    assert script.called("batch_is_exist") == [(["b", "c"],)]
+
+
+def test_what_is_found_is_not_asked_for_twice() -> None:
+    script = Script(batch_get_replica_desc=[{"a": [descriptor()]}])
+    assert client(script).locate(["a"]) == [Location("host:1", 4096, 128)]
+    assert not script.called("batch_is_exist")
+
+
+def test_a_master_that_does_not_answer_is_no_absent_object() -> None:
+    """Mooncake describes nothing then, as it does of an object that does not exist."""
+    script = Script(batch_get_replica_desc=[{}], batch_is_exist=[[-900]])
+    for ask in (MooncakeClient.locate, MooncakeClient.exist):
+        with pytest.raises(StoreUnavailable, match=r"check the master at 127\.0\.0\.1:1"):
+            ask(client(script), ["a"])
+
+
+@pytest.mark.parametrize("answers", [[[1]], [[-900], [1]]])
+def test_a_master_that_answers_again_is_asked_again_where(answers: list[list[int]]) -> None:
+    """As seen after a restart of the master: the first answer of an old connection is that nothing is there."""
+    script = Script(batch_get_replica_desc=[{}, {"a": [descriptor()]}], batch_is_exist=answers)
+    assert client(script).locate(["a"]) == [Location("host:1", 4096, 128)]
+
+
+def test_an_object_that_lies_nowhere_is_not_called_absent() -> None:
+    script = Script(batch_get_replica_desc=[{}], batch_is_exist=[[1]])
+    with pytest.raises(StoreUnavailable, match="without a complete copy: 'a'"):
+        client(script).locate(["a"])
+
+
+def test_exist_tells_each_key() -> None:
+    script = Script(batch_is_exist=[[1, 0, -704]])
+    assert client(script).exist(["a", "b", "c"]) == [True, False, False]
+    assert client(Script(batch_is_exist=[[]])).exist([]) == []
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def test_ranges_travel_together() -> None:
+    script = Script(get_into_ranges=[[[[64]], [[8]]]])
+    client(script).read(4096, [Range("a", 0, 0, 64), Range("b", 64, 16, 8)])
+    assert script.calls == [
+        ("get_into_ranges", [4096, 4096], [["a"], ["b"]], [[[0]], [[64]]], [[[0]], [[16]]], [[[64]], [[8]]])
+    ]
+
+
+def test_an_owner_that_refuses_the_connection_is_lost() -> None:
+    script = Script(get_into_ranges=got(codes.INVALID_PARAMS))
+    with pytest.raises(ObjectLost):
+        client(script).read(1, ONE)
+    assert len(script.called("get_into_ranges")) > 1
+
+
+@pytest.mark.parametrize("answer", [0, 7, 9])
+def test_a_read_of_another_length_is_an_integrity_error(answer: int) -> None:
+    with pytest.raises(IntegrityError, match=f"{answer} of 8 bytes of object 'k' were read"):
+        client(Script(get_into_ranges=got(answer))).read(1, ONE)
+
+
+def test_a_read_of_several_names_the_one_that_failed() -> None:
+    script = Script(get_into_ranges=[[[[8]], [[-704]]]])
+    with pytest.raises(ObjectNotFound, match="'b'"):
+        client(script).read(1, [Range("a", 0, 0, 8), Range("b", 8, 0, 8)])
 
 
 def test_missing_and_lost_are_told_apart() -> None:
     with pytest.raises(ObjectNotFound):
-        client(Script(get_into=[-704])).get_into("k", 1, NBYTES)
-    for answers in ([-800, -704], [-800]):
-        with pytest.raises(ObjectLost):
-            client(Script(get_into=answers)).get_into("k", 1, NBYTES)
+        client(Script(get_into_ranges=got(-704))).read(1, ONE)
+    for answers in (got(-800, -704), got(-800)):
+        with pytest.raises(ObjectLost, match="owner of 'k'"):
+            client(Script(get_into_ranges=answers)).read(1, ONE)
+
+
+def test_a_read_may_be_given_less_time() -> None:
+    script = Script(get_into_ranges=got(-900))
+    with pytest.raises(StoreUnavailable):
+        client(script, Limits()).read(1, ONE, seconds=0)
+    assert len(script.calls) == 1
+
+
+# --- removing ---------------------------------------------------------------------------------------------------------
 
 
 def test_remove_is_forced_and_idempotent() -> None:
@@ -163,38 +377,59 @@ def test_remove_is_forced_and_idempotent() -> None:
     assert script.calls == [("remove", "k", True)] * 2
 
 
+def test_remove_matching_is_forced_and_counts() -> None:
+    script = Script(remove_by_regex=[-900, 5])
+    assert client(script).remove_matching("^run/r/") == 5
+    assert script.calls == [("remove_by_regex", "^run/r/", True)] * 2
+
+
+# --- one at a time, never after close, never in a forked child -------------------------------------------------------
+
+EVERY: list[Call] = [
+    *(call for call, _ in ONCE.values()),
+    *(call for call, _, _ in REPEATED.values()),
+    lambda c: c.locate(["k"]),
+    lambda c: c.unmount("id"),
+]
+
+
 def test_after_close_nothing_reaches_mooncake() -> None:
     script = Script()
     connection = client(script)
     connection.close()
     connection.close()
     assert script.closed == 1
-    for call in (
-        lambda: connection.put("p", 1, NBYTES),
-        lambda: connection.get_into("k", 1, NBYTES),
-        lambda: connection.remove("k"),
-        lambda: connection.register(1, 1),
-    ):
+    for call in EVERY:
         with pytest.raises(StoreClosed):
-            call()
+            call(connection)
     connection.unregister(1)
     assert not script.calls
+
+
+class Reading(Script):
+    """Runs `during` in each read."""
+
+    def __init__(self, during: Callable[[], None]) -> None:
+        super().__init__()
+        self.during = during
+
+    def get_into_ranges(self, *_: Any) -> Any:
+        self.during()
+        return got(8)[0]
 
 
 def test_one_operation_at_a_time() -> None:
     running, most = 0, 0
 
-    class Slow(Script):
-        def get_into(self, _key: str, _address: int, nbytes: int) -> int:
-            nonlocal running, most
-            running += 1
-            most = max(most, running)
-            time.sleep(0.01)
-            running -= 1
-            return nbytes
+    def during() -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        time.sleep(0.01)
+        running -= 1
 
-    connection = client(Slow())
-    threads = [threading.Thread(target=connection.get_into, args=("k", 1, NBYTES)) for _ in range(4)]
+    connection = client(Reading(during))
+    threads = [threading.Thread(target=connection.read, args=(1, ONE)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -205,19 +440,18 @@ def test_one_operation_at_a_time() -> None:
 def test_close_waits_for_the_operation_in_flight() -> None:
     entered, leave, order = threading.Event(), threading.Event(), []
 
-    class Slow(Script):
-        def get_into(self, _key: str, _address: int, nbytes: int) -> int:
-            entered.set()
-            leave.wait(10)
-            order.append("get")
-            return nbytes
+    def during() -> None:
+        entered.set()
+        leave.wait(10)
+        order.append("read")
 
+    class Closing(Reading):
         def close(self) -> int:
             order.append("close")
             return 0
 
-    connection = client(Slow())
-    reader = threading.Thread(target=connection.get_into, args=("k", 1, NBYTES))
+    connection = client(Closing(during))
+    reader = threading.Thread(target=connection.read, args=(1, ONE))
     reader.start()
     assert entered.wait(10)
     closer = threading.Thread(target=connection.close)
@@ -225,7 +459,7 @@ def test_close_waits_for_the_operation_in_flight() -> None:
     leave.set()
     reader.join()
     closer.join()
-    assert order == ["get", "close"]
+    assert order == ["read", "close"]
 
 
 def test_a_forked_child_is_refused() -> None:
@@ -236,19 +470,22 @@ def test_a_forked_child_is_refused() -> None:
     if pid == 0:  # the child reports through the pipe and never returns into pytest
         try:
             connection.close()
-            connection.remove("k")
-            os.write(write_end, b"no error")
+            connection.unregister(1)
+            for call in EVERY:
+                with pytest.raises(StoreClosed, match="'spawn'"):
+                    call(connection)
+            with pytest.raises(StoreClosed):
+                _ = connection.segment_name
+            os.write(write_end, f"refused, {len(script.calls)} calls, closed {script.closed}".encode())
         except BaseException as error:
-            os.write(write_end, f"{type(error).__name__} {error} closed={script.closed}".encode())
+            os.write(write_end, f"{type(error).__name__} {error}".encode())
         finally:
             os._exit(0)
     os.close(write_end)
     os.waitpid(pid, 0)
     report = os.read(read_end, 4096).decode()
     os.close(read_end)
-    assert report.startswith("StoreClosed")
-    assert "spawn" in report
-    assert "closed=0" in report
+    assert report == "refused, 0 calls, closed 0"
     connection.remove("k")  # the parent works on
 
 

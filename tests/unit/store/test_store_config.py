@@ -1,5 +1,6 @@
 """Settings: precedence, sizes, and complaints that name field, value, source and what is allowed."""
 
+import json
 import sys
 import threading
 from pathlib import Path
@@ -214,6 +215,8 @@ def test_every_setting_says_where_it_came_from() -> None:
         "global_segment_size": "environment variable MOONCAKE_GLOBAL_SEGMENT_SIZE",
         "local_buffer_size": "init_kwargs",
         "chunk_bytes": "default",
+        "share_memory": "default",
+        "verify": "default",
     }
     assert (settings["global_segment_size"].value, settings["local_buffer_size"].value) == ("2gb", "64mb")
 
@@ -232,6 +235,8 @@ def test_each_setting_falls_back_key_by_key(name: str, tmp_path: Path) -> None:
         "global_segment_size": ("1gb", "2gb"),
         "local_buffer_size": ("3gb", "4gb"),
         "chunk_bytes": ("5mb", "6mb"),
+        "share_memory": (False, True),
+        "verify": ("always", "network"),
     }
     asked, in_environment = values[name]
     variable = config._FIELDS[name].variable
@@ -244,12 +249,56 @@ def test_each_setting_falls_back_key_by_key(name: str, tmp_path: Path) -> None:
         assert set(others.values()) <= {"default", "this node's address", "protocol tcp"}
         return getattr(found, name)
 
-    def read(text: str) -> Any:
-        return parse_size(text) if text[-2:] in ("gb", "mb") else text
+    def read(text: Any) -> Any:
+        return parse_size(text) if str(text)[-2:] in ("gb", "mb") else text
 
     assert value({name: asked}, env) == value({name: asked}, {}) == read(asked)
     if variable:
         assert value({}, env) == read(in_environment)
+
+
+# --- handed on to another process -------------------------------------------------------------------------------------
+
+words = st.text(max_size=20).filter(lambda text: "\0" not in text)
+environments = st.dictionaries(
+    st.sampled_from([*config.VARIABLES.values(), "MOONCAKE_MASTER_ADDR"]),
+    st.sampled_from(["redis://x:1", "-1", "0", "rdma", "tcp", "mlx5_9", "a b", "16mb", "http://m:1", "elsewhere:9"])
+    | words,
+)
+
+
+@given(
+    given_kwargs=st.fixed_dictionaries(
+        {"master_server_address": st.sampled_from(["a:1", " a:1 ", "[::1]:2", "etcd://a:1;b:2"])},
+        optional={
+            "local_hostname": st.sampled_from(["node-1", "10.0.0.1", "fe80::1%eth0"]),
+            "metadata_server": st.sampled_from(["P2PHANDSHAKE", "http://meta:8080/x", "etcd://a:1"]),
+            "protocol": st.sampled_from(["tcp", "rdma"]),
+            "device_name": st.sampled_from(["", "mlx5_0", "mlx5_1, mlx5_0,"]),
+            "global_segment_size": st.sampled_from([0, "16mb", 1 << 40, "1.5gb"]),
+            "local_buffer_size": st.sampled_from([1, "7mb", 1 << 50]),
+            "chunk_bytes": st.sampled_from([None, 1, "5mb"]),
+            "share_memory": st.booleans(),
+            "verify": st.sampled_from(["network", "always"]),
+        },
+    ),
+    contributes=st.booleans(),
+    other_env=environments,
+)
+def test_what_a_holder_is_given_means_the_same_whatever_its_environment(
+    tmp_path_factory: pytest.TempPathFactory, given_kwargs: dict[str, Any], contributes: bool, other_env: dict[str, str]
+) -> None:
+    root = tmp_path_factory.getbasetemp() / "host"
+    for device in ("mlx5_0", "mlx5_1"):
+        (root / "infiniband" / device).mkdir(parents=True, exist_ok=True)
+    if given_kwargs.get("protocol") == "tcp":
+        given_kwargs.pop("device_name", None)
+    found = resolve(given_kwargs, {}, node_ip=lambda: "10.0.0.9", infiniband=root / "infiniband")
+    as_json = json.loads(json.dumps(found.as_kwargs()))
+    again = resolve(as_json, other_env, node_ip=lambda: "10.9.9.9", infiniband=root / "infiniband")
+    assert again == found
+    assert again.as_kwargs() == found.as_kwargs()
+    assert set(found.as_kwargs()) == set(config._FIELDS)
 
 
 # --- contradictions -------------------------------------------------------------------------------------------------
@@ -271,6 +320,10 @@ def test_each_setting_falls_back_key_by_key(name: str, tmp_path: Path) -> None:
         ({"chunk_bytes": 0}, {}, ["chunk_bytes = 0 (from init_kwargs)", "at least 1"]),
         ({"local_buffer_size": 0}, {}, ["local_buffer_size = 0 (from init_kwargs)", "at least one batch"]),
         ({"chunk_bytes": "x"}, {}, ["chunk_bytes", "'x'"]),
+        ({"share_memory": "false"}, {}, ["share_memory = 'false' (from init_kwargs)", "true, false"]),
+        ({"share_memory": 0}, {}, ["share_memory = 0", "true, false"]),
+        ({"verify": "never"}, {}, ["verify = 'never' (from init_kwargs)", "network, always"]),
+        ({"verify": True}, {}, ["verify = True", "network, always"]),
         ({"device_name": ["mlx5_0"]}, {}, ["device_name", "string"]),
         ({"protocol": ["tcp"]}, {}, ["protocol", "tcp, rdma"]),
         ({3: "x"}, {}, ["unknown setting 3"]),

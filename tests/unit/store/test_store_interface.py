@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import os
+import threading
+from collections.abc import Iterator
 from importlib.metadata import EntryPoint, EntryPoints
 from typing import Any
 
@@ -21,37 +25,8 @@ from mooncake_store import (
     backends,
     open_store,
 )
-from mooncake_store.backends import BackendOptions, Payload, Placed
-
-BATCH = {"tokens": [[1, 2], [3]], "weight_versions": [["4"], ["6"]], "rollout_ids": [8, 8], "round_number": 1}
-
-
-class Memory:
-    """A backend that keeps objects in a dict."""
-
-    def __init__(self, options: BackendOptions) -> None:
-        self.options = options
-        self.objects: dict[str, np.ndarray] = {}
-        self.closed = 0
-
-    def put(self, payload: Payload) -> Placed:
-        out = np.empty(payload.nbytes, dtype=np.uint8)
-        digest = payload.write_into(out)
-        out.flags.writeable = False
-        key = f"run/{self.options.run_id}/b/{len(self.objects)}"
-        self.objects[key] = out
-        return Placed(key, digest)
-
-    def get(self, ref: BatchRef) -> np.ndarray:
-        if ref.key not in self.objects:
-            raise ObjectNotFound(ref.key)
-        return self.objects[ref.key]
-
-    def remove(self, ref: BatchRef) -> None:
-        self.objects.pop(ref.key, None)
-
-    def close(self) -> None:
-        self.closed += 1
+from mooncake_store.backends import BackendOptions
+from tests.unit.store.store_memory import BATCH, Memory
 
 
 @pytest.fixture
@@ -60,8 +35,9 @@ def carrier() -> Memory:
 
 
 @pytest.fixture
-def store(carrier: Memory) -> ObjectStore:
-    return ObjectStore("memory", "run1", carrier)
+def store(carrier: Memory) -> Iterator[ObjectStore]:
+    with ObjectStore("memory", "run1", carrier) as opened:
+        yield opened
 
 
 def test_put_and_get(store: ObjectStore) -> None:
@@ -103,6 +79,112 @@ def test_release(store: ObjectStore) -> None:
     assert tokens.tolist() == [1, 2]
 
 
+# --- what changed while it was held -----------------------------------------------------------------------------------
+
+
+class Removed:
+    """A check that passes a number of times, then says that the memory was given away."""
+
+    def __init__(self, passes: int) -> None:
+        self.passes = passes
+
+    def __call__(self) -> None:
+        self.passes -= 1
+        if self.passes < 0:
+            raise IntegrityError("the memory was given to another batch")
+
+
+def test_what_changed_while_it_was_decoded_is_not_returned(store: ObjectStore, carrier: Memory) -> None:
+    ref = store.put(BATCH)
+    carrier.check = Removed(0)
+    released: list[int] = []
+    with pytest.raises(IntegrityError, match="given to another"):
+        store.get(ref, on_release=lambda: released.append(1))
+    store.close()
+    assert not released  # it was never held
+    assert store.stats()["gets"] == 0
+
+
+def test_what_changed_while_it_was_held_is_told_at_release(store: ObjectStore, carrier: Memory) -> None:
+    ref = store.put(BATCH)
+    carrier.check = Removed(1)
+    with pytest.raises(IntegrityError, match="given to another"), store.get(ref):
+        pass
+    carrier.check = Removed(1)
+    result = store.get(ref)
+    with pytest.raises(IntegrityError):
+        result.release()
+    result.release()  # told once
+    with pytest.raises(StoreClosed):
+        _ = result.value
+
+
+def test_a_failed_check_does_not_hide_what_went_wrong_first(store: ObjectStore, carrier: Memory) -> None:
+    ref = store.put(BATCH)
+    carrier.check = Removed(1)
+    result = store.get(ref)
+    with pytest.raises(ZeroDivisionError), result:
+        _ = 1 // 0
+    result.release()
+    with pytest.raises(StoreClosed):
+        _ = result.value
+
+
+@pytest.mark.parametrize(
+    ("shared", "verify_shared", "found"),
+    [(True, False, False), (True, True, True), (False, False, True), (False, True, True)],
+)
+def test_digests_of_bytes_that_did_not_move_are_checked_when_asked_for(
+    store: ObjectStore, carrier: Memory, shared: bool, verify_shared: bool, found: bool
+) -> None:
+    ref = store.put(BATCH)
+    changed = carrier.objects[ref.key].copy()
+    changed[-64] ^= 1
+    carrier.objects[ref.key] = changed
+    carrier.shared, carrier.verify_shared = shared, verify_shared
+    if found:
+        with pytest.raises(IntegrityError, match="do not match their digest"):
+            store.get(ref)
+    else:
+        store.get(ref).release()
+    carrier.objects[ref.key] = carrier.objects[store.put({"tokens": [[1]]}).key]
+    with pytest.raises(IntegrityError):  # another batch is found without them
+        store.get(ref)
+
+
+# --- when the last view is gone ---------------------------------------------------------------------------------------
+
+
+def test_a_release_is_told_when_the_last_view_is_gone(store: ObjectStore) -> None:
+    torch = pytest.importorskip("torch")
+    ref = store.put({"x": np.arange(8, dtype=np.int64)})
+    gone = threading.Event()
+    with store.get(ref, on_release=gone.set) as batch:
+        view = batch["x"][2:]
+        copied = torch.from_numpy(batch["x"].copy())
+        with pytest.warns(UserWarning, match="not writable"):
+            tensor = torch.from_numpy(view)
+    del batch, view
+    gc.collect()
+    assert not gone.wait(0.05)
+    assert tensor.tolist() == [2, 3, 4, 5, 6, 7]
+    del tensor
+    gc.collect()
+    assert gone.wait(10)
+    assert copied.tolist() == list(range(8))
+
+
+def test_a_release_is_told_once_per_get(store: ObjectStore) -> None:
+    ref, told = store.put(BATCH), []
+    results = [store.get(ref, as_lists=bool(n % 2), on_release=lambda n=n: told.append(n)) for n in range(4)]
+    for result in results:
+        result.release()
+    del results, result
+    gc.collect()
+    store.close()
+    assert sorted(told) == [0, 1, 2, 3]
+
+
 def test_remove_twice_then_get(store: ObjectStore) -> None:
     ref = store.put(BATCH)
     store.remove(ref)
@@ -116,7 +198,14 @@ def test_close_twice_then_use(store: ObjectStore) -> None:
     kept = store.get(ref).value["tokens"][0]
     store.close()
     store.close()
-    for call in (lambda: store.put(BATCH), lambda: store.get(ref), lambda: store.remove(ref)):
+    for call in (
+        lambda: store.put(BATCH),
+        lambda: store.get(ref),
+        lambda: store.remove(ref),
+        lambda: store.prefetch(ref),
+        lambda: asyncio.run(store.aput(BATCH)),
+        lambda: asyncio.run(store.aget(ref)),
+    ):
         with pytest.raises(StoreClosed):
             call()
     assert kept.tolist() == [1, 2]
@@ -170,11 +259,15 @@ def test_stats(store: ObjectStore) -> None:
 
 
 def test_a_forked_store_is_refused(store: ObjectStore, carrier: Memory) -> None:
+    ref = store.put(BATCH)
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             store.close()
+            for call in (store.get, store.prefetch, store.remove, lambda ref: asyncio.run(store.aget(ref))):
+                with pytest.raises(StoreClosed):
+                    call(ref)
             store.put(BATCH)
             os.write(write_end, b"no error")
         except BaseException as error:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mooncake_store import ConfigError, StoreUnavailable, open_store
+from mooncake_store import ConfigError, MooncakeConfig, StoreUnavailable, open_store
 from mooncake_store.backends import mooncake
 from mooncake_store.client import ENVIRONMENT, MooncakeClient
 
@@ -106,8 +106,8 @@ def test_a_segment_of_nothing_is_no_contradiction_when_local_rank_decides(
 ) -> None:
     connected: list[int] = []
 
-    def connect(_cls: type, _config: object, segment_bytes: int, _limits: object) -> None:
-        connected.append(segment_bytes)
+    def connect(_cls: type, config: MooncakeConfig) -> None:
+        connected.append(config.global_segment_size)
         raise Touched
 
     monkeypatch.setattr(MooncakeClient, "connect", classmethod(connect))

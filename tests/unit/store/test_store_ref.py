@@ -9,15 +9,22 @@ import numpy as np
 import pytest
 
 from mooncake_store import BatchRef, IntegrityError
-from mooncake_store.ref import provenance
+from mooncake_store.ref import CopyOf, provenance
 
-REF = BatchRef("mooncake", "run1", "run/run1/b/0", 3, 4096, "ab" * 16, 7, 9, 4)
+COPIES = (CopyOf("holder/a/epoch/0", 4096), CopyOf("holder/b/epoch/7", 1000))
+REF = BatchRef("mooncake", "run1", "run/run1/b/0", 3, 4096, "ab" * 16, 7, 9, 4, COPIES)
 
 
 def test_round_trips() -> None:
     assert pickle.loads(pickle.dumps(REF)) == REF
     assert BatchRef.from_json(REF.to_json()) == REF
     assert len(pickle.dumps(REF)) < 1024
+    for ref in (pickle.loads(pickle.dumps(REF)), BatchRef.from_json(REF.to_json())):
+        assert type(ref.copies) is tuple
+        assert [type(copy) for copy in ref.copies] == [CopyOf, CopyOf]
+        assert hash(ref) == hash(REF)
+    plain = dataclasses.replace(REF, copies=())
+    assert BatchRef.from_json(plain.to_json()) == plain
 
 
 def test_unknown_format_is_refused_with_both_numbers() -> None:
@@ -31,7 +38,10 @@ def test_unknown_format_is_refused_with_both_numbers() -> None:
         state[0]({**state[1][0], "format": 3, "field_of_the_future": 1})
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"format": 1}', '{"format": 1, "nonsense": 2}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", "null", '{"format": 1}', '{"format": 1, "nonsense": 2}', "[" * 10**6, "9" * 10**5, "\ud800"],
+)
 def test_malformed_json_is_refused(text: str) -> None:
     with pytest.raises(IntegrityError):
         BatchRef.from_json(text)
@@ -42,7 +52,9 @@ def test_malformed_json_is_refused(text: str) -> None:
     [
         {"nbytes": "abc"}, {"nbytes": -5}, {"nbytes": 0}, {"nbytes": 640.5}, {"key": 5}, {"digest": None},
         {"digest": "ab"}, {"num_rows": -1}, {"format": True}, {"handle": "x"}, {"rollout_id": "1"},
-        {"weight_version_min": -1},
+        {"weight_version_min": -1}, {"copies": None}, {"copies": {}}, {"copies": [["s"]]}, {"copies": [["s", 0]]},
+        {"copies": [["s", -1]]}, {"copies": [["s", 1.5]]}, {"copies": [[5, 1]]}, {"copies": [["s", 1, 1]]},
+        {"copies": ["s1"]}, {"nbytes": 10**30}, {"copies": [["s", 10**30]]},
     ],
 )  # fmt: skip
 def test_a_field_of_the_wrong_type_or_range_is_refused(wrong: dict[str, Any]) -> None:

@@ -1,0 +1,57 @@
+"""A backend in memory, and a batch to put into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from mooncake_store import BatchRef, ObjectNotFound
+from mooncake_store.backends import BackendOptions, Payload, Placed, Stored
+
+BATCH = {"tokens": [[1, 2], [3]], "weight_versions": [["4"], ["6"]], "rollout_ids": [8, 8], "round_number": 1}
+
+
+class Memory:
+    """A backend that keeps objects in a dict.
+
+    Attributes:
+        shared: whether it says that the bytes it returns did not move.
+        check: what it hands out to check them with.
+        during: called in each put and get.
+    """
+
+    verify_shared = True
+
+    def __init__(self, options: BackendOptions) -> None:
+        self.options = options
+        self.objects: dict[str, np.ndarray] = {}
+        self.closed = 0
+        self.gets = 0
+        self.shared = False
+        self.check: Callable[[], None] = lambda: None
+        self.during: Callable[[], object] = lambda: None
+
+    def put(self, payload: Payload) -> Placed:
+        self.during()
+        out = np.empty(payload.nbytes, dtype=np.uint8)
+        digest = payload.write_into(out)
+        out.flags.writeable = False
+        key = f"run/{self.options.run_id}/b/{len(self.objects)}"
+        self.objects[key] = out
+        return Placed(key, digest)
+
+    def get(self, ref: BatchRef) -> Stored:
+        self.gets += 1
+        self.during()
+        if ref.key not in self.objects:
+            raise ObjectNotFound(ref.key)
+        # An array of its own at the root of all views, as a reader makes it.
+        root = np.frombuffer(memoryview(self.objects[ref.key]), dtype=np.uint8)
+        return Stored(root, self.shared, self.check)
+
+    def remove(self, ref: BatchRef) -> None:
+        self.objects.pop(ref.key, None)
+
+    def close(self) -> None:
+        self.closed += 1

@@ -1,0 +1,185 @@
+"""What a store does in the background: prefetched batches, and calls that keep an event loop going."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from mooncake_store import BatchRef, ObjectNotFound, ObjectStore, StoreClosed
+from mooncake_store.backends import BackendOptions, Stored
+from tests.unit.store.store_memory import BATCH, Memory
+
+
+@pytest.fixture
+def carrier() -> Memory:
+    return Memory(BackendOptions("run1"))
+
+
+@pytest.fixture
+def store(carrier: Memory) -> Iterator[ObjectStore]:
+    with ObjectStore("memory", "run1", carrier) as opened:
+        yield opened
+
+
+# --- prefetch ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_prefetched_batch_is_read_once(store: ObjectStore, carrier: Memory) -> None:
+    ref, begun = store.put(BATCH), threading.Event()
+    carrier.during = begun.set
+    store.prefetch(ref)
+    store.prefetch(ref)
+    assert begun.wait(10)
+    with store.get(ref, as_lists=True) as batch:
+        assert batch == BATCH
+    assert carrier.gets == 1
+    store.get(ref)
+    assert carrier.gets == 2
+
+
+def test_a_failed_prefetch_is_told_by_the_next_get_alone(store: ObjectStore, carrier: Memory) -> None:
+    ref, begun = store.put(BATCH), threading.Event()
+    kept = carrier.objects.pop(ref.key)
+    carrier.during = begun.set
+    store.prefetch(ref)
+    assert begun.wait(10)
+    with pytest.raises(ObjectNotFound):
+        store.get(ref)
+    carrier.objects[ref.key] = kept
+    store.get(ref)
+    assert carrier.gets == 2
+
+
+def test_a_prefetch_that_has_not_begun_is_given_up(store: ObjectStore, carrier: Memory) -> None:
+    first, second = store.put(BATCH), store.put(BATCH)
+    begun, leave = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        if threading.current_thread() is not threading.main_thread():
+            begun.set()
+            assert leave.wait(10)
+
+    carrier.during = wait
+    store.prefetch(first)
+    assert begun.wait(10)
+    store.prefetch(second)
+    store.get(second)  # does not wait for the first
+    leave.set()
+    store.get(first)
+    store.close()
+    assert carrier.gets == 2
+
+
+def test_a_get_in_the_background_does_not_wait_for_a_prefetch_behind_it(store: ObjectStore, carrier: Memory) -> None:
+    ref = store.put(BATCH)
+    begun, leave = threading.Event(), threading.Event()
+
+    async def work() -> None:
+        carrier.during = lambda: (begun.set(), leave.wait(10))
+        writing = asyncio.ensure_future(store.aput(BATCH))
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
+        reading = asyncio.ensure_future(store.aget(ref))  # queued before the prefetch of the same batch
+        await asyncio.sleep(0)
+        store.prefetch(ref)
+        leave.set()
+        with await asyncio.wait_for(reading, 10) as batch:
+            assert batch["round_number"] == 1
+        await writing
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("end", ["remove", "close"])
+def test_what_was_prefetched_is_let_go(store: ObjectStore, carrier: Memory, end: str) -> None:
+    ref = store.put(BATCH)
+    gone = threading.Event()
+    original = carrier.get
+
+    def get(ref: BatchRef) -> Stored:
+        stored = original(ref)
+        store._releases.call_when_gone(stored.bytes, gone.set)
+        return stored
+
+    carrier.get = get  # type: ignore[method-assign]
+    store.prefetch(ref)
+    while not store._prefetches[ref.key].done():
+        threading.Event().wait(0.001)
+    store.remove(ref) if end == "remove" else store.close()
+    gc.collect()
+    assert gone.wait(10)
+    if end == "remove":
+        with pytest.raises(ObjectNotFound):
+            store.get(ref)
+
+
+# --- async ------------------------------------------------------------------------------------------------------------
+
+
+def test_async_calls_keep_the_event_loop_ticking(store: ObjectStore, carrier: Memory) -> None:
+    ticked = threading.Event()
+
+    async def tick() -> None:
+        for _ in range(5):
+            await asyncio.sleep(0)
+        ticked.set()
+
+    async def work() -> None:
+        waited: list[bool] = []
+        carrier.during = lambda: waited.append(ticked.wait(10))  # goes on only when the loop does
+        ticker = asyncio.ensure_future(tick())
+        ref = await store.aput(BATCH)
+        await ticker
+        ticked.clear()
+        ticker = asyncio.ensure_future(tick())
+        with await store.aget(ref, fields=["tokens"], rows=[0], as_lists=True) as batch:
+            assert batch == {"tokens": [[1, 2]]}
+        await ticker
+        assert waited == [True, True]
+
+    asyncio.run(work())
+
+
+def test_async_calls_raise_what_the_others_do(store: ObjectStore) -> None:
+    async def work() -> None:
+        ref = await store.aput(BATCH)
+        told = threading.Event()
+        (await store.aget(ref, on_release=told.set)).release()
+        gc.collect()
+        assert told.wait(10)
+        store.remove(ref)
+        with pytest.raises(ObjectNotFound):
+            await store.aget(ref)
+        with pytest.raises(TypeError, match="row"):
+            await store.aput({"tokens": [object()]})
+
+    asyncio.run(work())
+
+
+def test_async_calls_end_with_the_store(store: ObjectStore, carrier: Memory) -> None:
+    """Those that wait for their turn when it is closed, and those that come later."""
+    ref = store.put(BATCH)
+    begun, leave = threading.Event(), threading.Event()
+
+    async def work() -> None:
+        carrier.during = lambda: (begun.set(), leave.wait(10))
+        running = asyncio.ensure_future(store.aput(BATCH))
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
+        waiting = [asyncio.ensure_future(call) for call in (store.aget(ref), store.aput(BATCH))]
+        await asyncio.sleep(0)
+        closing = asyncio.get_running_loop().run_in_executor(None, store.close)
+        while not store._closed:
+            await asyncio.sleep(0.001)
+        leave.set()
+        assert (await running).num_rows == 2  # what has begun is done
+        await closing
+        for call in (*waiting, store.aget(ref), store.aput(BATCH)):
+            with pytest.raises(StoreClosed):
+                await call
+
+    asyncio.run(work())

@@ -1,0 +1,292 @@
+"""The claim on a run id: one living owner, told by its beats alone, and nothing of a living run is swept."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from mooncake_store import ConfigError, StoreFull, StoreUnavailable, claim
+from mooncake_store.claim import Claimant, RunClaim, beat_key, claim_key, is_alive, owner_of, run_pattern, sweep
+from tests.unit.store.store_master import Master
+
+OTHER = Claimant("ab" * 16, "elsewhere", 17)
+
+
+class Clock:
+    """Time that passes only when somebody sleeps; `during` runs in each sleep."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.during: Callable[[], None] = lambda: None
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.during()
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(claim, "time", made)
+    return made
+
+
+@pytest.fixture
+def master() -> Master:
+    return Master()
+
+
+def claim_of(master: Any, run_id: str = "r") -> RunClaim:
+    return RunClaim(master, master.records, run_id)
+
+
+def owned_by_other(master: Master) -> Callable[[], None]:
+    """A run "r" of another process with two batches; returns what makes it beat."""
+    assert master.records.claim(claim_key("r"), msgspec.json.encode(OTHER), "a")
+    numbers = itertools.count()
+
+    def beat() -> None:
+        master.records.replace(beat_key("r"), f"{OTHER.token} {next(numbers)}".encode(), "a")
+
+    beat()
+    for key in ("run/r/batch/one", "run/r/batch/two", "run/r2/batch/three", "holder/x"):
+        assert master.records.claim(key, b"batch", "a")
+    return beat
+
+
+def swept(master: Master) -> list[str]:
+    return [keys[0] for operation, keys in master.calls if operation == "remove_matching"]
+
+
+# --- taking -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_claimant_has_it_and_says_who_it_is(master: Master, clock: Clock) -> None:
+    mine = claim_of(master)
+    mine.take("a")
+    mine.take("a")
+    owner = owner_of(master.records, "r")
+    assert owner is not None
+    assert owner.pid > 0
+    assert sum(operation == "allocate" and keys == (claim_key("r"),) for operation, keys in master.calls) == 1
+    assert clock.now == 1000.0  # nobody was waited for
+    assert not swept(master)
+    claim_of(master, "r2").take("a")
+
+
+def test_a_second_claimant_is_refused_while_beats_change(master: Master, clock: Clock) -> None:
+    clock.during = owned_by_other(master)
+    before = set(master.objects)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"run_id = 'r' is in use by process 17 of elsewhere; .* another run_id"):
+            claim_of(master).take("a")
+    assert set(master.objects) == before
+    assert not swept(master)
+    assert owner_of(master.records, "r") == OTHER
+
+
+def test_a_slow_beat_is_a_beat(master: Master, clock: Clock) -> None:
+    beat = owned_by_other(master)
+    clock.during = lambda: beat() if clock.now > 1000 + 0.8 * claim.BEAT_SECONDS * claim.MISSED_BEATS else None
+    with pytest.raises(ConfigError, match="in use"):
+        claim_of(master).take("a")
+
+
+@pytest.mark.parametrize("beats", [True, False])
+def test_a_dead_owner_is_taken_over_and_swept(master: Master, clock: Clock, beats: bool) -> None:
+    owned_by_other(master)
+    if not beats:
+        master.remove(beat_key("r"))
+    mine = claim_of(master)
+    mine.take("a")
+    assert swept(master) == [run_pattern("r")]
+    assert set(master.objects) == {claim_key("r"), beat_key("r"), "run/r2/batch/three", "holder/x"}
+    assert owner_of(master.records, "r") != OTHER
+    assert clock.now >= 1000 + claim.BEAT_SECONDS * claim.MISSED_BEATS
+
+
+def test_only_one_takes_over(master: Master, clock: Clock) -> None:
+    """Another took over while this one watched the dead owner: that one is alive, and nothing of it is swept."""
+    owned_by_other(master)
+    third = Claimant("cd" * 16, "third", 18)
+
+    def take_over_late() -> None:
+        if clock.now >= 1000 + claim.BEAT_SECONDS * claim.MISSED_BEATS and owner_of(master.records, "r") == OTHER:
+            master.remove_matching(run_pattern("r"))
+            assert master.records.claim(claim_key("r"), msgspec.json.encode(third), "a")
+            clock.during = lambda: master.records.replace(beat_key("r"), str(clock.now).encode(), "a")
+
+    clock.during = take_over_late
+    with pytest.raises(ConfigError, match="in use by process 18 of third"):
+        claim_of(master).take("a")
+    assert len(swept(master)) == 1  # the third's
+    assert owner_of(master.records, "r") == third
+
+
+@pytest.mark.parametrize("record", [b"", b"{", b'{"token": 1}'])
+def test_a_claim_that_cannot_be_read_is_somebodys_until_its_beats_stop(
+    master: Master, clock: Clock, record: bytes
+) -> None:
+    assert master.records.claim(claim_key("r"), record, "a")
+    numbers = itertools.count()
+    clock.during = lambda: master.records.replace(beat_key("r"), str(next(numbers)).encode(), "a")
+    with pytest.raises(ConfigError, match="in use by another process"):
+        claim_of(master).take("a")
+    clock.during = lambda: None
+    claim_of(master).take("a")
+
+
+def test_a_jump_of_the_wall_clock_changes_nothing(master: Master, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claim, "BEAT_SECONDS", 0.02)
+    jumps = itertools.cycle([0.0, 1e9, -1e9])
+    monkeypatch.setattr(time, "time", lambda: next(jumps))
+    monkeypatch.setattr(time, "time_ns", lambda: int(next(jumps)))
+    ended = threading.Event()
+    beat = owned_by_other(master)
+
+    def keep() -> None:
+        while not ended.wait(0.005):
+            beat()
+
+    keeper = threading.Thread(target=keep)
+    keeper.start()
+    try:
+        for _ in range(3):
+            assert is_alive(master.records, "r", seconds=10)
+    finally:
+        ended.set()
+        keeper.join()
+    assert not is_alive(master.records, "r", seconds=0.05)
+
+
+def test_nobody_is_no_owner(master: Master, clock: Clock) -> None:
+    assert owner_of(master.records, "r") is None
+    assert not is_alive(master.records, "r")
+
+
+@pytest.mark.parametrize("error", [StoreFull("full"), StoreUnavailable("no answer")])
+def test_a_claim_that_could_not_be_written_can_be_tried_again(master: Master, clock: Clock, error: Exception) -> None:
+    mine = claim_of(master)
+    master.failures["allocate"] = [error]
+    with pytest.raises(type(error)):
+        mine.take("a")
+    mine.take("a")
+    assert owner_of(master.records, "r") is not None
+
+
+# --- keeping ----------------------------------------------------------------------------------------------------------
+
+
+def test_each_beat_changes_the_record(master: Master, clock: Clock) -> None:
+    mine = claim_of(master)
+    mine.beat("a")  # nothing is claimed yet
+    assert not master.objects
+    mine.take("a")
+    seen = []
+    for _ in range(12):
+        seen.append(master.records.read(beat_key("r")))
+        mine.beat("a")
+    assert len(set(seen)) == 12
+
+
+def test_what_a_restart_of_the_master_lost_is_claimed_again(master: Master, clock: Clock) -> None:
+    mine = claim_of(master)
+    mine.take("a")
+    owner = owner_of(master.records, "r")
+    master.restart()
+    mine.beat("a")
+    assert owner_of(master.records, "r") == owner
+    assert master.records.read(beat_key("r")) is not None
+
+
+def test_who_lost_its_claim_takes_it_no_more(master: Master, clock: Clock) -> None:
+    """Stopped for longer than a run may be silent, it was taken for dead."""
+    mine = claim_of(master)
+    mine.take("a")
+    master.restart()
+    owned_by_other(master)
+    before = dict(master.objects)
+    mine.beat("a")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="in use by process 17 of elsewhere"):
+            mine.take("a")
+        mine.beat("a")
+        mine.release()
+    assert master.objects == before
+
+
+def test_a_beat_that_failed_is_made_up_for(master: Master, clock: Clock) -> None:
+    mine = claim_of(master)
+    mine.take("a")
+    master.failures["replace"] = [StoreUnavailable("no answer")]
+    with pytest.raises(StoreUnavailable):
+        mine.beat("a")
+    mine.beat("a")
+    mine.take("a")
+
+
+# --- giving up --------------------------------------------------------------------------------------------------------
+
+
+def test_release_gives_the_run_id_up_at_once(master: Master, clock: Clock) -> None:
+    mine = claim_of(master)
+    mine.release()
+    mine.take("a")
+    mine.release()
+    mine.release()
+    assert not master.objects
+    claim_of(master).take("a")
+    assert clock.now == 1000.0
+
+
+def test_release_removes_only_its_own_claim(master: Master, clock: Clock) -> None:
+    """It was taken over, and had no beat since in which to notice."""
+    mine = claim_of(master)
+    mine.take("a")
+    master.restart()
+    owned_by_other(master)
+    before = dict(master.objects)
+    mine.release()
+    assert master.objects == before
+
+
+@pytest.mark.parametrize("operation", ["locate", "read", "remove"])
+def test_release_never_fails(master: Master, clock: Clock, operation: str) -> None:
+    mine = claim_of(master)
+    mine.take("a")
+    master.failures[operation] = [StoreUnavailable("no answer")]
+    mine.release()
+
+
+# --- sweeping ---------------------------------------------------------------------------------------------------------
+
+
+def test_only_dead_runs_are_swept(master: Master, clock: Clock) -> None:
+    client: Any = master
+    clock.during = owned_by_other(master)
+    before = set(master.objects)
+    with pytest.raises(ConfigError, match=r"run 'r' is alive \(process 17 of elsewhere\); end it first"):
+        sweep(client, master.records, "r")
+    assert set(master.objects) == before
+    clock.during = lambda: None
+    assert sweep(client, master.records, "r") == 4
+    assert set(master.objects) == {"run/r2/batch/three", "holder/x"}
+    assert sweep(client, master.records, "absent") == 0
+
+
+@pytest.mark.parametrize("run_id", ["r", "r.1", "a-b_c"])
+def test_a_pattern_matches_keys_of_one_run(run_id: str, master: Master) -> None:
+    keys = [f"run/{name}/claim" for name in ("r", "r.1", "rx1", "a-b_c", "rr")]
+    for key in [*keys, f"x/run/{run_id}/claim"]:
+        assert master.records.claim(key, b"", "a")
+    assert master.remove_matching(run_pattern(run_id)) == 1
+    assert claim_key(run_id) not in master.objects

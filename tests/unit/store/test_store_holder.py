@@ -1,0 +1,188 @@
+"""The segment holder over a master in memory: fresh memory after a restart, and nothing kept of what failed."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from mooncake_store import StoreUnavailable, records
+from mooncake_store.client import Limits
+from mooncake_store.frame import NBYTES
+from mooncake_store.holder import Ask, Kept, SegmentHolder, ask_key, slot_key
+from mooncake_store.outstanding import Outstanding
+from mooncake_store.placement import Part
+from mooncake_store.records import Records
+from mooncake_store.segment import Mapping, SegmentRecord
+from tests.unit.store.store_master import Content, Held, Lent, Master, Transport, ref_of
+
+PAYLOAD = bytes(range(250)) * 10
+HOLDER = "ab" * 16
+NODE = "node:1"
+
+
+class Mounted(Lent):
+    """A segment as Mooncake maps it: the holder's file once more, at another address."""
+
+    def __init__(self, path: str, nbytes: int) -> None:
+        self._file = os.open(path, os.O_RDWR)
+        self.bytes = np.frombuffer(mmap.mmap(self._file, nbytes), dtype=np.uint8)
+        self.largest = None
+        base = int(self.bytes.ctypes.data)
+        self.record = SegmentRecord(HOLDER, 0, NODE, "node:2", nbytes, base, path, 0, "", 0, 0, "")
+
+    def __del__(self) -> None:
+        os.close(self._file)
+
+
+class Mounting(Master):
+    """A master to which memory is lent by `mount`."""
+
+    segment_name = NODE
+
+    def mount(self, path: str, nbytes: int, protocol: str) -> str:
+        self._note("mount", path)
+        self.lent.append(Mounted(path, nbytes))
+        return str(len(self.lent) - 1)
+
+    def unmount(self, segment_id: str) -> None:
+        self._note("unmount", segment_id)
+        self.lent.clear()
+
+
+def holder_of(master: Any, nbytes: int = 1 << 20) -> SegmentHolder:
+    return SegmentHolder(master, nbytes, "tcp", HOLDER)
+
+
+def descriptors() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_what_a_holder_says_of_its_memory_holds() -> None:
+    master = Mounting()
+    holder = holder_of(master)
+    record = msgspec.json.decode(master.records.read(slot_key(0)) or b"", type=SegmentRecord)
+    assert record == holder.record
+    assert (record.name, record.nbytes, record.epoch) == (NODE, 1 << 20, 0)
+    mapping = Mapping(record, writable=False)  # finds the probe
+    transport = Transport(master)
+    written = transport.write(Content(PAYLOAD))
+    offset = written.copies[0].parts[0].offset
+    assert offset is not None
+    assert mapping.bytes[offset + NBYTES :][: len(PAYLOAD)].tobytes() == PAYLOAD
+    assert transport.get(ref_of(written)).shared
+
+
+@pytest.mark.parametrize("operation", ["mount", "allocate", "write", "commit", "locate"])
+def test_a_segment_that_could_not_be_lent_keeps_no_memory(operation: str) -> None:
+    master = Mounting()
+    before = descriptors()
+    for _ in range(3):
+        master.failures[operation] = [StoreUnavailable("no answer")]
+        with pytest.raises(StoreUnavailable, match="no answer"):
+            holder_of(master)
+        master.lent.clear()
+        master.objects.clear()
+    assert descriptors() == before
+
+
+def test_a_fence_that_failed_is_tried_again_and_keeps_no_memory() -> None:
+    master = Mounting()
+    holder = holder_of(master)
+    master.restart()
+    before = descriptors()
+    for _ in range(3):
+        master.failures["mount"] = [StoreUnavailable("no answer")]
+        with pytest.raises(StoreUnavailable):
+            holder.tick()
+    assert descriptors() == before
+    holder.tick()
+    assert holder.record.epoch == 1
+
+
+def test_after_a_restart_memory_is_fresh_and_what_is_asked_for_is_published_again() -> None:
+    master = Mounting()
+    client: Any = master
+    holder = holder_of(master)
+    transport = Transport(master, limits=Limits(put=5.0, get=5.0))
+    outstanding = Outstanding(client, Records(client), transport.owners)
+    written = transport.write(Content(PAYLOAD))
+    outstanding.add(written)
+    held = transport.get(ref_of(written))
+    old = holder.record
+    master.restart()
+    holder.tick()
+    assert holder.record.epoch == old.epoch + 1
+    assert holder.record.inode != old.inode
+    for _ in range(3):  # new batches take the memory that a restarted master believes to be free
+        transport.write(Content(PAYLOAD[::-1]))
+    assert held.bytes.tobytes() == PAYLOAD
+    held.check()
+
+    class Ticking(Mounting):
+        def exist(self, keys: Any) -> list[bool]:
+            answers = super().exist(keys)
+            if written.copies[0].parts[0].key in keys:
+                holder.tick()
+            return answers
+
+    master.__class__ = Ticking
+    outstanding.tick()
+    assert transport.get(ref_of(written)).bytes.tobytes() == PAYLOAD
+
+
+def test_a_request_that_makes_no_sense_stops_no_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    master = Mounting()
+    holder = holder_of(master)
+    transport = Transport(master)
+    (part,) = transport.write(Content(PAYLOAD)).copies[0].parts
+    master.restart()
+    holder.tick()
+    monkeypatch.setattr(records, "REPLACED_SECONDS", 0.0)
+    record = holder.record
+    right = kept(part)
+    sizes = (-200, -64, 0, 1, 1 << 20, 2**62, 2**63, 2**64 - 1)
+    wrong: dict[str, tuple[Any, ...]] = {
+        "offset": sizes,
+        "part_bytes": sizes,
+        "object_bytes": sizes,
+        "part": (-1, 1, 2**40),
+        "parts": (-1, 0, 2**40),
+        "id": (b"", bytes(16), bytes(40)),
+    }
+    requests: list[bytes | None] = [
+        None,  # bytes that are no record
+        b"\xc1",
+        msgspec.msgpack.encode({"epoch": "x"}),
+        msgspec.msgpack.encode(Ask(99, [right])),
+        *(
+            msgspec.msgpack.encode(Ask(0, [msgspec.structs.replace(right, **{field: value})]))
+            for field, values in wrong.items()
+            for value in values
+        ),
+        msgspec.msgpack.encode(Ask(0, [right])),
+    ]
+    for number, request in enumerate(requests):
+        key = ask_key(HOLDER, record.epoch, number)
+        if request is None:
+            master.objects[key] = Held(master._for_records, 1 << 17, 256, True)
+        else:
+            assert master.records.claim(key, request, NODE)
+        assert not master.stored()
+        holder.tick()
+    assert master.objects[part.key].bytes[:16].tobytes() == part.frame.pack()[:16]
+    assert "cannot be read" in caplog.text
+
+
+def kept(part: Part) -> Kept:
+    said = part.frame
+    assert part.offset is not None
+    return Kept(part.key, part.offset, said.id, said.part, said.parts, said.part_bytes, said.object_bytes)
