@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ from mooncake_store import frame
 from mooncake_store.arrays import Bytes
 from mooncake_store.client import Limits, MooncakeClient
 from mooncake_store.config import MooncakeConfig, resolve
-from mooncake_store.errors import IntegrityError, StoreError, StoreUnavailable
+from mooncake_store.errors import IntegrityError, StoreError, StoreFull, StoreUnavailable
 from mooncake_store.process import ManagedProcess
 from mooncake_store.records import Records
 from mooncake_store.segment import (
@@ -157,7 +158,13 @@ class SegmentHolder:
         self._asked = 0
 
     def _lend(self, epoch: int) -> _Segment:
-        descriptor, memory = make_memory(self._nbytes)
+        try:
+            descriptor, memory = make_memory(self._nbytes)
+        except OSError as error:
+            raise StoreFull(
+                f"this host gives no {self._nbytes} bytes of shared memory ({error.strerror}); lower "
+                "global_segment_size"
+            ) from error
         path = f"/proc/self/fd/{descriptor}"
         segment_id = self._client.mount(path, self._nbytes, self._protocol)
         try:
@@ -250,27 +257,30 @@ class SegmentHolder:
         frame.commit(target, wanted.frame)
 
 
-def serve(config: MooncakeConfig, holder: str, ready: Path | None = None) -> None:
-    """Lend `config.global_segment_size` until SIGTERM or SIGINT.
+def serve(config: MooncakeConfig, holder: str, lent_now: Callable[[SegmentRecord], None]) -> signal.Signals:
+    """Lend `config.global_segment_size` until SIGTERM or SIGINT; return which of them it was.
 
     Args:
         config: whose master, and how to reach this process.
         holder: id of this holder, 32 hex digits.
-        ready: file that gets the segment's record, as JSON, once memory is lent.
+        lent_now: called once, when memory is lent.
 
     Raises:
         ConfigError, StoreUnavailable, MissingDependency: as `MooncakeClient.connect`.
     """
     ended = threading.Event()
+    received = [signal.SIGTERM]
+
+    def end(number: int, _frame: object) -> None:
+        received[0] = signal.Signals(number)
+        ended.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
+        signal.signal(number, end)
     client = MooncakeClient.connect(config, Limits())
     try:
         lent = SegmentHolder(client, config.global_segment_size, config.protocol, holder)
-        if ready is not None:
-            partial = ready.with_suffix(".partial")
-            partial.write_bytes(msgspec.json.encode(lent.record))
-            partial.rename(ready)
+        lent_now(lent.record)
         while not ended.wait(TICK_SECONDS):
             try:
                 lent.tick()
@@ -278,6 +288,7 @@ def serve(config: MooncakeConfig, holder: str, ready: Path | None = None) -> Non
                 _log.warning("%s", error)
     finally:
         client.close()
+    return received[0]
 
 
 class RunningHolder:
@@ -285,6 +296,15 @@ class RunningHolder:
 
     def __init__(self, process: ManagedProcess, record: SegmentRecord) -> None:
         self._process, self.record = process, record
+
+    def check(self) -> None:
+        """Raise StoreUnavailable, with the log's last lines, if the holder has ended."""
+        status = self._process.exit_status()
+        if status is not None:
+            raise StoreUnavailable(
+                f"segment holder ended with status {status}; last lines of {self._process.log}:\n"
+                f"{self._process.log_tail()}"
+            )
 
     def stop(self) -> None:
         """End it and give its memory back; idempotent."""
@@ -321,7 +341,14 @@ def start_holder(config: MooncakeConfig, log: Path, timeout: float = 120.0) -> R
 def main(argument: str) -> None:
     """Run a holder as `start_holder` asks."""
     asked = json.loads(argument)
-    serve(resolve(asked["config"], os.environ), asked["holder"], Path(asked["ready"]))
+    ready = Path(asked["ready"])
+
+    def write(record: SegmentRecord) -> None:
+        partial = ready.with_suffix(".partial")
+        partial.write_bytes(msgspec.json.encode(record))
+        partial.rename(ready)
+
+    serve(resolve(asked["config"], os.environ), asked["holder"], write)
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def parts(cluster: LocalCluster, tmp_path: Path) -> Parts:
         return Part(name, remote.options(resources={node: 0.1}, num_cpus=0).remote(log), log)
 
     trainers = [part(f"trainer rank {rank}", trainer_node(0)) for rank in range(2)]
-    made = Parts(Watch(None, cluster), part("the rollout manager", ROLLOUT_NODE), trainers, say=_heard)
+    made = Parts(Watch([cluster]), part("the rollout manager", ROLLOUT_NODE), trainers, say=_heard)
     made.each("pid")
     made.managed("pid")
     return made
