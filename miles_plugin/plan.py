@@ -21,7 +21,7 @@ from mooncake_store.memory import memory_limit
 
 _MB = 1024**2
 # Measured, in MB. An engine is three processes; a node is a raylet with its agents, the first one also the GCS.
-_DRIVER, _MASTER, _HOLDER, _HEAD, _NODE, _MANAGER, _RANK, _ENGINE = 600, 50, 100, 450, 150, 450, 550, 1550
+_DRIVER, _MASTER, _HOLDER, _HEAD, _NODE, _MANAGER, _RANK, _ENGINE = 600, 50, 70, 450, 150, 450, 550, 1550
 # float32 weights, gradients and two moments, for each byte of a bfloat16 checkpoint.
 _TRAINED_PER_CHECKPOINT_BYTE = 8
 _TINY_CHECKPOINT_BYTES = 2 * _MB

@@ -17,6 +17,11 @@ DYING = {
     "the manager": ("ray::RolloutManagerActor", 0, r"the rollout manager ended; its log (\S+manager\.log) ends"),
     "SGLang": ("sglang::scheduler", 0, r"SGLang at http://127\.0\.0\.1:\d+ ended with .*its log (\S+sglang-0\.log)"),
     "the master": (r"\S+/mooncake_master --", 0, r"mooncake_master ended with status 137; last lines of (\S+\.log)"),
+    "the holder": (
+        r"\S+ -m mooncake_store\.holder",
+        0,
+        r"segment holder ended with status 137; last lines of (\S+\.log)",
+    ),
     "the rollout node": (RAYLET, 0, r"raylet of the rollout node ended with status 137; its log (\S+raylet\S*\.out)"),
     "a trainer node": (RAYLET, -1, r"raylet of the trainer node 0 ended with status 137; its log (\S+raylet\S*\.out)"),
     "Ray's GCS": (r"\S+/gcs_server ", 0, r"gcs_server of the rollout node ended with status 137; its log (\S+\.out)"),
