@@ -259,11 +259,14 @@ class MooncakeClient:
         Raises:
             StoreUnavailable: the master does not answer.
         """
-        described = self._call("batch_get_replica_desc", list(keys))
-        found = [_location(described.get(key, ())) for key in keys]
-        if None in found:
-            self.exist(keys)  # a master that does not answer describes nothing
-        return found
+        for last in attempts(self._limits.remove):
+            described = self._call("batch_get_replica_desc", list(keys))
+            found = [_location(described.get(key, ())) for key in keys]
+            missing = [key for key, location in zip(keys, found, strict=True) if location is None]
+            # A master that does not answer describes nothing, as on the first call after it was restarted.
+            if last or not missing or not any(self.exist(missing)):
+                return found
+        raise AssertionError("unreachable: the last attempt returns or raises")
 
     def exist(self, keys: Sequence[str]) -> list[bool]:
         """Whether each object is committed; StoreUnavailable when the master does not answer."""

@@ -120,6 +120,29 @@ def test_what_is_acknowledged_while_the_store_is_away_is_removed_when_it_is_back
     assert shard.ref.key not in store.batches, "also before the next batches are put"
 
 
+def test_a_shard_is_removed_once_though_settling_and_an_acknowledgement_meet(
+    make: Callable[..., tuple[RolloutManager, MemoryStore]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager, store = make("--task", "chain_sum")
+    shards = manager.generate(0).shards
+    removing, go_on = threading.Event(), threading.Event()
+    removed: list[str] = []
+
+    def remove(ref: Any) -> None:
+        removed.append(ref.key)
+        removing.set()
+        assert go_on.wait(30)
+
+    monkeypatch.setattr(store, "remove", remove)
+    acknowledging = [threading.Thread(target=manager.acknowledge, args=(s.ref.key, s.rank)) for s in shards]
+    for thread in acknowledging:
+        thread.start()
+    assert removing.wait(30)
+    threading.Timer(0.2, go_on.set).start()
+    assert manager.settle() == {}, "waits for those that are being removed"
+    assert sorted(removed) == sorted(shard.ref.key for shard in shards)
+
+
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_a_new_manager_goes_on_where_the_state_was_taken(
     shuffled: bool, make: Callable[..., tuple[RolloutManager, MemoryStore]]
