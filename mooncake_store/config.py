@@ -89,8 +89,8 @@ class MooncakeConfig:
         protocol: "tcp" or "rdma"; "rdma" is refused on a host without an RDMA device.
         device_name: RDMA devices of this host separated by commas; empty lets Mooncake choose. Refused with
             "tcp", unless it comes from the environment and the protocol from init_kwargs.
-        global_segment_size: bytes this process lends to the store when it contributes a segment: 0 lends nothing, else
-            at least 16mb, and less than this host's or cgroup's memory.
+        global_segment_size: bytes that the segment holder lends which this process starts, when it contributes and none
+            serves its node: 0 lends nothing, else at least 16mb, and less than this host's or cgroup's memory.
         local_buffer_size: upper bound, in bytes, of the warm buffers through which this process puts and gets. The
             default is lowered to the memory there is; a value that was given and does not fit is refused.
         chunk_bytes: largest part, in bytes, in which a batch is stored; None stores it in one part wherever it fits.

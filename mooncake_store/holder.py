@@ -328,13 +328,16 @@ def start_holder(config: MooncakeConfig, log: Path, timeout: float = 120.0) -> R
         arguments = json.dumps({"config": config.as_kwargs(), "holder": holder, "ready": str(ready)})
         process = ManagedProcess("segment holder", [sys.executable, "-m", "mooncake_store.holder", arguments], log)
         deadline = time.monotonic() + timeout
-        while not ready.exists():
-            status = process.exit_status()
-            if status is not None or time.monotonic() > deadline:
-                process.stop()
-                what = f"is not ready after {timeout:g} s" if status is None else f"ended with status {status}"
-                raise StoreUnavailable(f"the segment holder {what}; last lines of {log}:\n{process.log_tail()}")
-            time.sleep(0.02)
+        try:
+            while not ready.exists():
+                status = process.exit_status()
+                if status is not None or time.monotonic() > deadline:
+                    what = f"is not ready after {timeout:g} s" if status is None else f"ended with status {status}"
+                    raise StoreUnavailable(f"the segment holder {what}; last lines of {log}:\n{process.log_tail()}")
+                time.sleep(0.02)
+        except BaseException:
+            process.stop()
+            raise
         return RunningHolder(process, msgspec.json.decode(ready.read_bytes(), type=SegmentRecord))
 
 
