@@ -58,6 +58,8 @@ A setting has one name in three spellings: the flag `--num-rollout`, the key `nu
 Keys of `mooncake_store_init_kwargs`, and of `init_kwargs` in `mooncake_store.open_store("mooncake", init_kwargs=...)`.
 A job without `master_server_address` and without
 `{master}` starts a `mooncake_master` of its own on 127.0.0.1 and stops it at the end; `open_store` needs one of them.
+What the store holds lies in the memory of segment holders, processes of which one per node is enough: a job starts one
+for its machine unless one serves it already, so does a process that calls `open_store`, and so does `{prog} holder`.
 
 {mooncake}
 
@@ -85,7 +87,7 @@ A refused or failed job prints one line `{prog}: KIND: message` to standard erro
 """
 
 _STATUSES = {
-    "0": "done, also when `--load` finds all rollouts done and nothing is started",
+    "0": "done, also when `--load` finds all rollouts done and nothing is started; a segment holder that SIGTERM ended",
     "1": "a part of the job failed; the message names the part, its log and the log's last lines. Also when the reader "
     "of the output, such as `head`, has gone",
     "2": "wrong use, a wrong setting, or a store that does not answer; nearly all of these are found before anything "
@@ -96,8 +98,8 @@ _STATUSES = {
 
 _VARIABLES = {
     "CUDA_VISIBLE_DEVICES": "which GPUs the job sees; empty runs it on the CPU",
-    "LOCAL_RANK": "of a process that calls `open_store`: 0 or not set, it lends a segment; else it does not, unless "
-    "`contribute_segment` says so. A job sets it for its ranks",
+    "LOCAL_RANK": "of a process that calls `open_store`: 0 or not set, it starts a segment holder where none serves "
+    "its node; else it does not, unless `contribute_segment` says so. A job sets it for its ranks",
     "RAY_USAGE_STATS_ENABLED": "set to 0 by a job, unless you have set it: Ray sends nothing",
     "WANDB_API_KEY": "needed by `--wandb-mode online`, unless `wandb login` was run",
 }

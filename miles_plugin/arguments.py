@@ -40,7 +40,7 @@ class ObjectStoreArguments(BaseModel):
         "Without a master address the job starts a mooncake_master of its own",
     )
     mooncake_replica_num: int = Field(
-        1, ge=1, description="copies of every batch, each on a segment of its own (mooncake only)"
+        1, ge=1, description="copies of every batch, each with a segment holder of its own (mooncake only)"
     )
 
 

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import shtab
 
+from miles_plugin import store_commands
 from miles_plugin.arguments_sources import load_config_and_origins, settings_parser, with_origins
-from mooncake_store.errors import ConfigError, StoreUnavailable
+from mooncake_store.errors import ConfigError, StoreError
 
 PROG = "miles-mooncake"
 
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         COMMANDS[arguments.command].run(rest)
     except AlreadyDone as done:
         print(f"{PROG}: {done}", file=sys.stderr)
-    except (ConfigError, StoreUnavailable) as error:
+    except StoreError as error:
         return _fail(error, 2)
     except JobFailed as error:
         return _fail(error, 1)
@@ -129,6 +130,9 @@ def _completion(argv: Sequence[str]) -> None:
 
 COMMANDS = {
     "train": Command("run the main job: rollout, training and weight updates", lambda: settings_parser()[0], _train),
+    "holder": Command("lend this node's memory to a store", store_commands.holder_parser, store_commands.run_holder),
+    "ls": Command("list what a store holds", store_commands.ls_parser, store_commands.run_ls),
+    "sweep": Command("free what dead runs left", store_commands.sweep_parser, store_commands.run_sweep),
     "report": Command("draw a report's pictures anew", _report_parser, _report),
     "completion": Command("print a shell's completion script", _completion_parser, _completion),
 }

@@ -95,6 +95,8 @@ def _run(config: TrainConfig, plan: Plan, report: Report, directory: Path, obser
                 report.seconds_total = time.monotonic() - started
                 observer.step_finished(report, arm)
                 _save_if_due(config, parts, report, arm, observer)
+        if kept := parts.managed("settle"):
+            observer.message(f"warning: {len(kept)} batches were not acknowledged by their readers: {kept}")
         report.object_store = parts.managed("store_stats")
 
 

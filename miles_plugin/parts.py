@@ -1,21 +1,23 @@
 """The parts of a running job: how they are started, called, watched and ended.
 
-The master, the Ray cluster, the rollout manager with its engines, and one trainer per rank. Whatever fails, the caller
-gets a PartFailed that names the part, the path of its log and the log's last lines.
+The master, the segment holder, the Ray cluster, the rollout manager with its engines, and one trainer per rank.
+Whatever fails, the caller gets a PartFailed that names the part, the path of its log and the log's last lines.
 """
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from miles_plugin.arguments import TrainConfig
-from miles_plugin.cluster import LOOPBACK, ROLLOUT_NODE, LocalCluster, local_cluster, trainer_node
+from miles_plugin.cluster import LOOPBACK, ROLLOUT_NODE, local_cluster, trainer_node
 from miles_plugin.engines.sglang import EngineError
 from miles_plugin.interrupt import no_descendant_left
+from miles_plugin.object_store import start_segment_holder
 from miles_plugin.plan import Plan
+from miles_plugin.report.units import nbytes
 from mooncake_store.errors import ConfigError
 from mooncake_store.master import MasterProcess
 from mooncake_store.process import tail
@@ -44,20 +46,26 @@ class Part:
     log: Path
 
 
-class Watch:
-    """Looks after the processes that nobody may be waiting for: the master and Ray's own."""
+class Watched(Protocol):
+    """One or several processes that may end."""
 
-    def __init__(self, master: MasterProcess | None, cluster: LocalCluster) -> None:
-        self._master, self._cluster = master, cluster
+    def check(self) -> None:
+        """Raise an error that names one that has ended, its log, and the log's last lines."""
+
+
+class Watch:
+    """Looks after the processes that nobody may be waiting for: the master, the segment holder and Ray's own."""
+
+    def __init__(self, watched: Sequence[Watched]) -> None:
+        self._watched = watched
         self._checked_at = time.monotonic()
 
     def check(self) -> None:
         """Raise PartFailed for one that has ended."""
         self._checked_at = time.monotonic()
         try:
-            if self._master is not None:
-                self._master.check()
-            self._cluster.check()
+            for process in self._watched:
+                process.check()
         except Exception as error:
             raise PartFailed(str(error)) from error
 
@@ -241,18 +249,27 @@ def start_parts(
     """
     with contextlib.ExitStack() as stack:
         descendants = stack.enter_context(no_descendant_left())
-        master = None
+        watched: list[Watched] = []
+        master: str | None = None
         if plan.own_master:
-            master = stack.enter_context(MasterProcess(log=directory / "logs" / "mooncake_master.log"))
-            say(f"mooncake_master at {master.address}")
+            own = stack.enter_context(MasterProcess(log=directory / "logs" / "mooncake_master.log"))
+            master = own.address
+            watched.append(own)
+            say(f"mooncake_master at {master}, its metrics at {own.metrics_url}")
+        # Before those who put and get, and ended after them: what lies in its memory must outlive both.
+        holder = start_segment_holder(config, master, directory / "logs" / "segment-holder.log")
+        if holder is not None:
+            stack.callback(holder.stop)
+            watched.append(holder)
+            say(f"segment holder: {nbytes(holder.record.nbytes)} lent as {holder.record.name}")
         cluster = stack.enter_context(local_cluster(plan.rollout_node, plan.trainer_nodes))
         say(f"Ray: a rollout node and {len(plan.trainer_nodes)} trainer node{'s'[: len(plan.trainer_nodes) > 1]}")
-        watch = Watch(master, cluster)
+        watch = Watch([*watched, cluster])
         start_from = checkpoint(watch.check_if_due)
         say("starting the trainers and SGLang, which takes about half a minute")
         parts = Parts(watch, _manager(plan, directory), _trainers(config, plan, run_id, directory), say)
         try:
-            _connect(parts, master.address if master else None, config, plan, run_id, directory, start_from, say)
+            _connect(parts, master, config, plan, run_id, directory, start_from, say)
             yield parts, start_from
             parts.close()
         finally:
@@ -263,11 +280,11 @@ def start_parts(
 def _manager(plan: Plan, directory: Path) -> Part:
     import ray
 
-    from miles_plugin.rollout.actor import RolloutManagerActor
+    from miles_plugin.rollout.actor import ACKNOWLEDGE, RolloutManagerActor
 
     log = directory / "logs" / "rollout-manager.log"
     actor = (
-        ray.remote(concurrency_groups={_CONTROL: 1})(RolloutManagerActor)
+        ray.remote(concurrency_groups={_CONTROL: 1, ACKNOWLEDGE: 1})(RolloutManagerActor)
         .options(resources={ROLLOUT_NODE: 1}, num_cpus=1, num_gpus=len(plan.rollout_node.gpus))
         .remote(log)
     )
@@ -308,7 +325,6 @@ def _connect(
     checkpoint: Path,
     say: Callable[[str], None],
 ) -> None:
-    # The trainers' segments must be mounted before the manager puts, so they join the store first.
     devices = parts.each("open_store", master)
     if warning := devices_differ(config.mooncake_store_init_kwargs.get("device_name"), devices):
         say(warning)

@@ -21,7 +21,7 @@ from mooncake_store.memory import memory_limit
 
 _MB = 1024**2
 # Measured, in MB. An engine is three processes; a node is a raylet with its agents, the first one also the GCS.
-_DRIVER, _MASTER, _HEAD, _NODE, _MANAGER, _RANK, _ENGINE = 600, 50, 450, 150, 450, 550, 1550
+_DRIVER, _MASTER, _HOLDER, _HEAD, _NODE, _MANAGER, _RANK, _ENGINE = 600, 50, 70, 450, 150, 450, 550, 1550
 # float32 weights, gradients and two moments, for each byte of a bfloat16 checkpoint.
 _TRAINED_PER_CHECKPOINT_BYTE = 8
 _TINY_CHECKPOINT_BYTES = 2 * _MB
@@ -61,12 +61,13 @@ def processes(config: TrainConfig, plan: Plan) -> list[PlannedProcess]:
     """Everything the job would start, the driver included."""
     # On GPUs the weights, gradients and moments are in the GPUs' own memory.
     weights = 0 if plan.rollout_node.gpus else _checkpoint_bytes(config.hf_checkpoint)
-    segment = 0
     planned = [PlannedProcess("driver", "miles-mooncake train", 1, _DRIVER * _MB, "")]
     if config.object_store_backend == "mooncake":
         segment = _store(config, plan).global_segment_size
         if plan.own_master:
             planned.append(PlannedProcess("driver", "mooncake_master", 1, _MASTER * _MB, "RPC, metrics"))
+        if segment:
+            planned.append(PlannedProcess("driver", "segment holder", 1, _HOLDER * _MB + segment, "Mooncake"))
     engines = config.rollout_num_gpus // config.rollout_num_gpus_per_engine
     planned += [
         PlannedProcess(ROLLOUT_NODE, "Ray head", 1, _HEAD * _MB + OBJECT_STORE_BYTES, "GCS, raylet, agents"),
@@ -81,8 +82,6 @@ def processes(config: TrainConfig, plan: Plan) -> list[PlannedProcess]:
             PlannedProcess(node, "Ray node", 1, _NODE * _MB + OBJECT_STORE_BYTES, "raylet, agents"),
             PlannedProcess(node, "trainer rank", ranks, ranks * (_RANK * _MB + trained), "Ray, gloo or NCCL, Mooncake"),
         ]
-        if segment:
-            planned.append(PlannedProcess(node, "Mooncake segment (in local rank 0)", 1, segment, ""))
     return planned
 
 

@@ -16,7 +16,6 @@ from mooncake_store.client import load_mooncake
 from mooncake_store.config import MASTER_VARIABLE, MISTAKEN_MASTER_VARIABLE, fit_to_host, resolve
 from mooncake_store.errors import ConfigError
 from mooncake_store.master import find_master
-from mooncake_store.memory import memory_limit
 
 
 def check(config: TrainConfig) -> Plan:
@@ -87,7 +86,6 @@ def _check_store(config: TrainConfig) -> bool:
     pending = own_master and not os.environ.get(MISTAKEN_MASTER_VARIABLE)
     resolved = resolve({**kwargs, "master_server_address": PENDING_MASTER} if pending else kwargs, os.environ)
     fit_to_host(resolved, contributes=True)
-    _check_all_segments(config, resolved.global_segment_size)
     if own_master:
         _check_own_segment(config, resolved.global_segment_size)
         load_mooncake()
@@ -98,25 +96,17 @@ def _check_store(config: TrainConfig) -> bool:
     return own_master
 
 
-def _check_all_segments(config: TrainConfig, segment_bytes: int) -> None:
-    """Every trainer node of a local job lends a segment of the same machine's memory."""
-    limit, nodes = memory_limit(), config.actor_num_nodes
-    if nodes * segment_bytes >= limit.nbytes:
-        raise ConfigError(
-            f"actor_num_nodes={nodes} on one machine lend {nodes} x global_segment_size={segment_bytes} bytes; "
-            f"allowed: less than {limit.nbytes} bytes in all ({limit.source}); lower one of the two"
-        )
-
-
 def _check_own_segment(config: TrainConfig, segment_bytes: int) -> None:
-    """With a master of its own, the job's only memory is what local rank 0 of every trainer node contributes."""
+    """With a master of its own, the job's only memory is that of the segment holder which it starts."""
     if segment_bytes == 0:
-        raise ConfigError("global_segment_size=0: the trainers lend the store all its memory; set e.g. 256mb")
-    if config.mooncake_replica_num > config.actor_num_nodes:
         raise ConfigError(
-            f"mooncake_replica_num={config.mooncake_replica_num}: this job has {config.actor_num_nodes} segments, one "
-            "per trainer node (actor_num_nodes), and copies are on distinct ones; for more, name a master "
-            "(master_server_address) that other segments have joined"
+            "global_segment_size=0: the job's segment holder lends the store all its memory; set e.g. 256mb"
+        )
+    if config.mooncake_replica_num > 1:
+        raise ConfigError(
+            f"mooncake_replica_num={config.mooncake_replica_num}: this job starts one segment holder, and copies "
+            "are with distinct ones; for more, name a master (master_server_address) that other holders serve "
+            "(`miles-mooncake holder`)"
         )
 
 

@@ -12,12 +12,13 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 
 import msgspec
 
 from mooncake_store.client import MooncakeClient
-from mooncake_store.errors import ConfigError, StoreError
+from mooncake_store.errors import ConfigError, IntegrityError, StoreError
 from mooncake_store.records import Records
 
 BEAT_SECONDS = 1.0
@@ -70,14 +71,25 @@ def is_alive(records: Records, run_id: str, seconds: float = BEAT_SECONDS * MISS
     Raises:
         StoreUnavailable: the master does not answer.
     """
+    return bool(living(records, [run_id], seconds))
+
+
+def living(records: Records, run_ids: Iterable[str], seconds: float = BEAT_SECONDS * MISSED_BEATS) -> set[str]:
+    """The runs whose heartbeat changes within `seconds`, watched together; returns as soon as all have.
+
+    Raises:
+        StoreUnavailable: the master does not answer.
+    """
     deadline = time.monotonic() + seconds
-    first = records.read(beat_key(run_id))
-    while time.monotonic() < deadline:
+    first = {run_id: _beat_of(records, run_id) for run_id in run_ids}
+    alive: set[str] = set()
+    while len(alive) < len(first) and time.monotonic() < deadline:
         time.sleep(BEAT_SECONDS / 4)
-        beat = records.read(beat_key(run_id))
-        if beat is not None and beat != first:
-            return True
-    return False
+        for run_id in first.keys() - alive:
+            beat = _beat_of(records, run_id)
+            if beat is not None and beat != first[run_id]:
+                alive.add(run_id)
+    return alive
 
 
 def sweep(client: MooncakeClient, records: Records, run_id: str) -> int:
@@ -90,6 +102,23 @@ def sweep(client: MooncakeClient, records: Records, run_id: str) -> int:
     if is_alive(records, run_id):
         raise ConfigError(f"run {run_id!r} is alive ({owner_of(records, run_id)}); end it first, then sweep")
     return client.remove_matching(run_pattern(run_id))
+
+
+def sweep_dead(client: MooncakeClient, records: Records, run_ids: Collection[str]) -> dict[str, int]:
+    """Free everything that those of the runs left which are dead; return how many objects of each.
+
+    Raises:
+        StoreUnavailable: the master does not answer.
+    """
+    alive = living(records, run_ids)
+    return {run_id: client.remove_matching(run_pattern(run_id)) for run_id in run_ids if run_id not in alive}
+
+
+def _beat_of(records: Records, run_id: str) -> bytes | None:
+    try:
+        return records.read(beat_key(run_id))
+    except IntegrityError:  # read while it was being replaced
+        return None
 
 
 class RunClaim:

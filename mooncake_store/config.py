@@ -89,8 +89,8 @@ class MooncakeConfig:
         protocol: "tcp" or "rdma"; "rdma" is refused on a host without an RDMA device.
         device_name: RDMA devices of this host separated by commas; empty lets Mooncake choose. Refused with
             "tcp", unless it comes from the environment and the protocol from init_kwargs.
-        global_segment_size: bytes this process lends to the store when it contributes a segment: 0 lends nothing, else
-            at least 16mb, and less than this host's or cgroup's memory.
+        global_segment_size: bytes that the segment holder lends which this process starts, when it contributes and none
+            serves its node: 0 lends nothing, else at least 16mb, and less than this host's or cgroup's memory.
         local_buffer_size: upper bound, in bytes, of the warm buffers through which this process puts and gets. The
             default is lowered to the memory there is; a value that was given and does not fit is refused.
         chunk_bytes: largest part, in bytes, in which a batch is stored; None stores it in one part wherever it fits. A
@@ -139,6 +139,7 @@ _FIELDS = {
 }
 # The variable that each setting falls back to, for those that have one.
 VARIABLES = {name: field.variable for name, field in _FIELDS.items() if field.variable is not None}
+DEFAULTS = {name: field.default for name, field in _FIELDS.items()}
 assert {*_FIELDS, "settings"} == {field.name for field in fields(MooncakeConfig)}
 
 
@@ -148,6 +149,7 @@ def resolve(
     *,
     node_ip: Callable[[], str | None] = lambda: None,
     infiniband: Path = INFINIBAND,
+    given_by: str = KWARGS,
 ) -> MooncakeConfig:
     """Merge explicit kwargs, environment and defaults into a checked MooncakeConfig.
 
@@ -159,6 +161,7 @@ def resolve(
         env: the environment, usually `os.environ`.
         node_ip: asks the cluster (Ray) for this node's address; None when there is no cluster.
         infiniband: directory in which the kernel lists RDMA devices.
+        given_by: what messages call the source of `init_kwargs`.
 
     Raises:
         ConfigError: an unknown field, a missing master, a value that cannot be used, or values that contradict each
@@ -167,16 +170,16 @@ def resolve(
     kwargs = dict(init_kwargs or {})
     for name in kwargs:
         if name not in _FIELDS:
-            raise ConfigError(_unknown_field(name, kwargs[name]))
+            raise ConfigError(_unknown_field(name, kwargs[name], given_by))
 
-    settings = {name: _lookup(name, field, kwargs, env) for name, field in _FIELDS.items()}
+    settings = {name: _lookup(name, field, kwargs, env, given_by) for name, field in _FIELDS.items()}
     master = _master(settings["master_server_address"], env)
     metadata = _metadata(settings["metadata_server"])
     segment_bytes = _segment(settings["global_segment_size"])
     buffer_bytes = _positive(settings["local_buffer_size"], "at least one batch, since all go through a buffer")
     chunk_bytes = None if settings["chunk_bytes"].value is None else _positive(settings["chunk_bytes"], "at least 1")
     protocol = _one_of(settings["protocol"], PROTOCOLS)
-    settings["device_name"] = _device(settings["device_name"], settings["protocol"], infiniband)
+    settings["device_name"] = _device(settings["device_name"], settings["protocol"], infiniband, given_by)
     settings["local_hostname"] = _hostname(settings["local_hostname"], master, node_ip)
     return MooncakeConfig(
         master_server_address=master,
@@ -232,15 +235,15 @@ def fit_to_host(config: MooncakeConfig, contributes: bool, root: Path = Path("/"
     return replace(config, local_buffer_size=min(config.local_buffer_size, left))
 
 
-def _unknown_field(name: str, value: object) -> str:
+def _unknown_field(name: str, value: object, given_by: str) -> str:
     close = difflib.get_close_matches(str(name), _FIELDS, n=1)
     nearest = f"did you mean {close[0]!r}? " if close else ""
-    return f"unknown setting {name!r} = {value!r} (from {KWARGS}): {nearest}allowed: {', '.join(_FIELDS)}"
+    return f"unknown setting {name!r} = {value!r} (from {given_by}): {nearest}allowed: {', '.join(_FIELDS)}"
 
 
-def _lookup(name: str, field: _Field, kwargs: Mapping[str, Any], env: Mapping[str, str]) -> Setting:
+def _lookup(name: str, field: _Field, kwargs: Mapping[str, Any], env: Mapping[str, str], given_by: str) -> Setting:
     if kwargs.get(name) is not None:
-        return Setting(name, kwargs[name], KWARGS)
+        return Setting(name, kwargs[name], given_by)
     if field.variable is not None and env.get(field.variable, "").strip():
         return Setting(name, env[field.variable].strip(), f"environment variable {field.variable}")
     return Setting(name, field.default, DEFAULT)
@@ -317,11 +320,11 @@ def _switch(setting: Setting) -> bool:
     return setting.value
 
 
-def _device(device: Setting, protocol: Setting, infiniband: Path) -> Setting:
+def _device(device: Setting, protocol: Setting, infiniband: Path, given_by: str) -> Setting:
     wanted = [name.strip() for name in _text(device).split(",") if name.strip()]
     if protocol.value == "tcp":
         # MOONCAKE_DEVICE may be set for a whole cluster; a kwarg protocol='tcp' outranks it.
-        if wanted and (device.source == KWARGS or protocol.source != KWARGS):
+        if wanted and (device.source == given_by or protocol.source != given_by):
             raise device.complain(
                 f"contradicts protocol = 'tcp' (from {protocol.source}), which uses no RDMA device; set one of them"
             )

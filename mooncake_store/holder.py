@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ from mooncake_store import frame
 from mooncake_store.arrays import Bytes
 from mooncake_store.client import Limits, MooncakeClient
 from mooncake_store.config import MooncakeConfig, resolve
-from mooncake_store.errors import IntegrityError, StoreError, StoreUnavailable
+from mooncake_store.errors import IntegrityError, StoreError, StoreFull, StoreUnavailable
 from mooncake_store.process import ManagedProcess
 from mooncake_store.records import Records
 from mooncake_store.segment import (
@@ -187,8 +188,8 @@ class SegmentHolder:
             return SharedMemory(self._nbytes)
         except OSError as error:
             if error.errno == errno.ENOMEM:
-                raise StoreUnavailable(
-                    f"{self._nbytes} bytes cannot be lent: {error.strerror}; lower global_segment_size"
+                raise StoreFull(
+                    f"global_segment_size = {self._nbytes} bytes cannot be lent: {error.strerror}; lower it"
                 ) from error
             if not self._without_sharing:
                 self._without_sharing = True
@@ -275,27 +276,30 @@ class SegmentHolder:
         frame.commit(target, wanted.frame)
 
 
-def serve(config: MooncakeConfig, holder: str, ready: Path | None = None) -> None:
-    """Lend `config.global_segment_size` until SIGTERM or SIGINT.
+def serve(config: MooncakeConfig, holder: str, lent_now: Callable[[SegmentRecord], None]) -> signal.Signals:
+    """Lend `config.global_segment_size` until SIGTERM or SIGINT; return which of them it was.
 
     Args:
         config: whose master, and how to reach this process.
         holder: id of this holder, 32 hex digits.
-        ready: file that gets the segment's record, as JSON, once memory is lent.
+        lent_now: called once, when memory is lent.
 
     Raises:
         ConfigError, StoreUnavailable, MissingDependency: as `MooncakeClient.connect`.
     """
     ended = threading.Event()
+    received = [signal.SIGTERM]
+
+    def end(number: int, _frame: object) -> None:
+        received[0] = signal.Signals(number)
+        ended.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
+        signal.signal(number, end)
     client = MooncakeClient.connect(config, Limits())
     try:
         lent = SegmentHolder(client, config.global_segment_size, config.protocol, holder)
-        if ready is not None:
-            partial = ready.with_suffix(".partial")
-            partial.write_bytes(msgspec.json.encode(lent.record))
-            partial.rename(ready)
+        lent_now(lent.record)
         while not ended.wait(TICK_SECONDS):
             try:
                 lent.tick()
@@ -303,6 +307,7 @@ def serve(config: MooncakeConfig, holder: str, ready: Path | None = None) -> Non
                 _log.warning("%s", error)
     finally:
         client.close()
+    return received[0]
 
 
 class RunningHolder:
@@ -310,6 +315,15 @@ class RunningHolder:
 
     def __init__(self, process: ManagedProcess, record: SegmentRecord) -> None:
         self._process, self.record = process, record
+
+    def check(self) -> None:
+        """Raise StoreUnavailable, with the log's last lines, if the holder has ended."""
+        status = self._process.exit_status()
+        if status is not None:
+            raise StoreUnavailable(
+                f"segment holder ended with status {status}; last lines of {self._process.log}:\n"
+                f"{self._process.log_tail()}"
+            )
 
     def stop(self) -> None:
         """End it and give its memory back; idempotent."""
@@ -333,20 +347,30 @@ def start_holder(config: MooncakeConfig, log: Path, timeout: float = 120.0) -> R
         arguments = json.dumps({"config": config.as_kwargs(), "holder": holder, "ready": str(ready)})
         process = ManagedProcess("segment holder", [sys.executable, "-m", "mooncake_store.holder", arguments], log)
         deadline = time.monotonic() + timeout
-        while not ready.exists():
-            status = process.exit_status()
-            if status is not None or time.monotonic() > deadline:
-                process.stop()
-                what = f"is not ready after {timeout:g} s" if status is None else f"ended with status {status}"
-                raise StoreUnavailable(f"the segment holder {what}; last lines of {log}:\n{process.log_tail()}")
-            time.sleep(0.02)
+        try:
+            while not ready.exists():
+                status = process.exit_status()
+                if status is not None or time.monotonic() > deadline:
+                    what = f"is not ready after {timeout:g} s" if status is None else f"ended with status {status}"
+                    raise StoreUnavailable(f"the segment holder {what}; last lines of {log}:\n{process.log_tail()}")
+                time.sleep(0.02)
+        except BaseException:
+            process.stop()
+            raise
         return RunningHolder(process, msgspec.json.decode(ready.read_bytes(), type=SegmentRecord))
 
 
 def main(argument: str) -> None:
     """Run a holder as `start_holder` asks."""
     asked = json.loads(argument)
-    serve(resolve(asked["config"], os.environ), asked["holder"], Path(asked["ready"]))
+    ready = Path(asked["ready"])
+
+    def write(record: SegmentRecord) -> None:
+        partial = ready.with_suffix(".partial")
+        partial.write_bytes(msgspec.json.encode(record))
+        partial.rename(ready)
+
+    serve(resolve(asked["config"], os.environ), asked["holder"], write)
 
 
 if __name__ == "__main__":

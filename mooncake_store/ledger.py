@@ -14,6 +14,7 @@ from mooncake_store.store import ObjectStore
 class _Entry:
     ref: BatchRef
     waiting: set[Hashable] = field(default_factory=set)
+    freeing: bool = False
 
 
 class Ledger:
@@ -79,8 +80,14 @@ class Ledger:
     def _free_if_done(self, key: str) -> bool:
         with self._lock:
             entry = self._entries.get(key)
-            if entry is None or entry.waiting:
+            if entry is None or entry.waiting or entry.freeing:
                 return False
-        self._store.remove(entry.ref)
+            entry.freeing = True  # by this thread alone: a remove may take a while, and would be made and counted twice
+        try:
+            self._store.remove(entry.ref)
+        except BaseException:
+            entry.freeing = False
+            raise
         with self._lock:
-            return self._entries.pop(key, None) is not None
+            del self._entries[key]
+        return True

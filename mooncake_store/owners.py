@@ -62,6 +62,10 @@ class Owners:
         except StoreUnavailable:
             return False
 
+    def here(self) -> list[SegmentRecord]:
+        """Look again for what is lent on this node; StoreUnavailable when the master does not answer."""
+        return [record for record in self.refresh() if record.boot_id == boot_id()]
+
     def of(self, location: Location) -> SegmentRecord | None:
         """Who lends the memory at `location`; None for memory that no holder lends."""
         for look in (self.all, self.refresh):

@@ -74,7 +74,8 @@ class Records:
         """
         for _ in attempts(REPLACED_SECONDS):
             with self._lock:
-                stored = self._stored_under(key)
+                # Asked first, since Mooncake logs an error for a location that there is not.
+                stored = self._stored_under(key) if self._client.exist([key])[0] else None
             if stored is None:
                 return None
             body = stored[_DIGEST:]

@@ -7,6 +7,9 @@ from miles_plugin.engines.launch import RunningEngine
 from miles_plugin.logs import redirect_output
 from miles_plugin.rollout.manager import RolloutManager
 
+# Acknowledgements arrive in this concurrency group: they make room for a put that may be waiting for it.
+ACKNOWLEDGE = "acknowledge"
+
 
 class RolloutManagerActor(RolloutManager):
     """Made in two steps: what fails in an actor's constructor reaches the caller as text, in a method with its type."""

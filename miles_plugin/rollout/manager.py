@@ -4,9 +4,11 @@ A plain class, so that it can be run without Ray; the job makes one actor of it 
 trainers only `BatchRef`s travel.
 """
 
+import logging
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -22,7 +24,13 @@ from miles_plugin.rollout.functions import longest_call
 from miles_plugin.rollout.generate import Sampler
 from miles_plugin.rollout.source import check_same_prompts, open_prompts
 from miles_plugin.version import VersionAuthority
-from mooncake_store import BatchRef, batch_digest
+from mooncake_store import BatchRef, StoreUnavailable, batch_digest
+from mooncake_store.bounded import attempts
+from mooncake_store.ledger import Ledger
+
+# Seconds that the trainers get, at the end of a job, to acknowledge what they have read.
+SETTLE_SECONDS = 10.0
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,7 @@ class RolloutManager:
         self._prompts = open_prompts(config)
         self._sampler: Sampler | None = None
         self._engines: list[RunningEngine] = []
-        self._awaited: dict[str, tuple[BatchRef, set[int]]] = {}
+        self._ledger = Ledger(self._store)
         self.begin(shuffled=False)
 
     def start_engines(self, checkpoint: Path, host: str, gpus: Sequence[int]) -> None:
@@ -123,10 +131,9 @@ class RolloutManager:
         columns = [to_columns(part, rollout_id, len(samples)) for part in split_groups(samples, self._ranks)]
         digests = [batch_digest(shard) for shard in columns]
         encoded = time.perf_counter()
-        refs = [self._store.put(shard) for shard in columns]
+        self.settle(seconds=0)
+        refs = [self._put(shard, rank) for rank, shard in enumerate(columns)]
         put = time.perf_counter()
-        for rank, ref in enumerate(refs):
-            self._awaited[ref.key] = (ref, {rank})
         return Rollout(
             shards=[Shard(rank, ref, digest) for rank, (ref, digest) in enumerate(zip(refs, digests, strict=True))],
             reward=sum(rewards) / len(rewards),
@@ -140,14 +147,26 @@ class RolloutManager:
         )
 
     def acknowledge(self, key: str, rank: int) -> None:
-        """A rank is done with a shard; the shard is removed when every rank that was to read it is. Idempotent."""
-        if key not in self._awaited:
-            return
-        ref, readers = self._awaited[key]
-        readers.discard(rank)
-        if not readers:
-            self._store.remove(ref)
-            del self._awaited[key]
+        """A rank's last view of a shard is gone; the shard is removed when that holds for all its readers.
+
+        Idempotent, and safe to call beside any other method.
+        """
+        try:
+            self._ledger.acknowledge(key, rank)
+        except StoreUnavailable as error:
+            _log.warning("%s stays until the store answers again: %s", key, error)
+
+    def settle(self, seconds: float = SETTLE_SECONDS) -> dict[str, list[Hashable]]:
+        """Wait until every shard is acknowledged and removed, `seconds` at most.
+
+        Returns what is still kept: by key, the ranks that have not acknowledged it.
+        """
+        for _ in attempts(seconds):
+            with suppress(StoreUnavailable):
+                self._ledger.settle()
+            if not self._ledger.outstanding():
+                break
+        return {key: list(ranks) for key, ranks in self._ledger.outstanding().items()}
 
     def evaluate(self) -> float:
         """Share of the held-out items with a reward of at least 1, the current weights decoding greedily."""
@@ -196,6 +215,11 @@ class RolloutManager:
         if self._sampler is not None:
             self._sampler.close()
         self._store.close()
+
+    def _put(self, shard: Mapping[str, Any], rank: int) -> BatchRef:
+        ref = self._store.put(shard)
+        self._ledger.expect(ref, [rank])
+        return ref
 
     @property
     def _sampling(self) -> Sampler:

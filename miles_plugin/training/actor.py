@@ -12,6 +12,7 @@ from miles_plugin.arguments import TrainConfig
 from miles_plugin.engines.sglang import SGLangEngine
 from miles_plugin.logs import redirect_output
 from miles_plugin.object_store import open_rollout_store
+from miles_plugin.rollout.actor import ACKNOWLEDGE
 from miles_plugin.rollout.batch import Shard
 from miles_plugin.training.policy import WEIGHT_DTYPE
 from miles_plugin.training.trainer import Trainer
@@ -36,6 +37,7 @@ class TrainerActor:
 
     def __init__(self, log: Path, config: TrainConfig, run_id: str, rank: int, host: str) -> None:
         redirect_output(log)
+        self._log_dir = log.parent
         self._config, self._run_id, self._rank, self._host = config, run_id, rank, host
         self._device_type = "cuda" if torch.cuda.is_available() else "cpu"
         self._opened: ObjectStore | None = None
@@ -43,14 +45,14 @@ class TrainerActor:
         self._broadcaster: Broadcaster | None = None
 
     def open_store(self, master: str | None) -> list[str]:
-        """Join the store; local rank 0 contributes its node's segment. Returns the node's RDMA devices.
+        """Join the store; returns the node's RDMA devices. Local rank 0 starts a segment holder where none serves.
 
         Not part of the constructor: what fails there reaches the caller as text, what fails here with its type.
 
         Args:
             master: address of the Mooncake master that the job started, if it did.
         """
-        self._opened = open_rollout_store(self._config, master, self._run_id)
+        self._opened = open_rollout_store(self._config, master, self._run_id, log_dir=self._log_dir)
         return rdma_devices()
 
     def rendezvous_port(self) -> int:
@@ -76,21 +78,18 @@ class TrainerActor:
         self._trainer.save(directory)
 
     def train(self, shard: Shard, manager: Any) -> dict[str, Any]:
-        """Get this rank's shard, learn from it, acknowledge it; collective.
+        """Get this rank's shard and learn from it; collective. It is acknowledged when its last view is gone.
 
         Returns the trainer's metrics, the digest of what was got, its bytes, and the seconds of get and train.
         """
-        import ray
-
         started = time.perf_counter()
-        with self._store.get(shard.ref) as batch:
+        with self._store.get(shard.ref, on_release=lambda: self._acknowledge(shard.ref.key, manager)) as batch:
             got = time.perf_counter()
             digest = batch_digest(batch)
             verified = time.perf_counter()
             metrics = self._trainer.train(batch)
             trained = time.perf_counter()
             del batch
-        ray.get(manager.acknowledge.remote(shard.ref.key, self._rank))
         return {
             **metrics,
             "digest": digest,
@@ -123,6 +122,9 @@ class TrainerActor:
             announce=lambda version: ray.get(manager.announce_version.remote(version)),
         )
         return {"version": update.version, "nbytes": update.nbytes, "seconds": update.seconds}
+
+    def _acknowledge(self, key: str, manager: Any) -> None:
+        manager.acknowledge.options(concurrency_group=ACKNOWLEDGE).remote(key, self._rank)
 
     @property
     def _store(self) -> ObjectStore:

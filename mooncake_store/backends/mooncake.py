@@ -23,7 +23,6 @@ from mooncake_store.pool import BufferPool
 from mooncake_store.reading import Reader
 from mooncake_store.records import Records
 from mooncake_store.ref import BatchRef, CopyOf
-from mooncake_store.segment import boot_id
 
 KEEPER_SECONDS = 1.0
 _FORGET_EVERY = 30  # ticks
@@ -69,7 +68,7 @@ class MooncakeCarrier:
 
         Raises what `start_holder` raises.
         """
-        if all(record.boot_id != boot_id() for record in self._owners.refresh()):
+        if not self._owners.here():
             self._holder = start_holder(config, log)
 
     def put(self, payload: Payload) -> Placed:

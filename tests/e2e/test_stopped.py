@@ -1,12 +1,20 @@
 """Jobs that are stopped, or lose a part: the right status, the part named, no process left."""
 
+import json
 import os
 import re
 import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
+from mooncake_store.addresses import unreachable
+from mooncake_store.master import find_master
+from mooncake_store.process import free_ports
 from tests.e2e.jobs import SMALL, Marked, await_output, read_report, running, steps_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.e2e, pytest.mark.slow]
@@ -17,6 +25,11 @@ DYING = {
     "the manager": ("ray::RolloutManagerActor", 0, r"the rollout manager ended; its log (\S+manager\.log) ends"),
     "SGLang": ("sglang::scheduler", 0, r"SGLang at http://127\.0\.0\.1:\d+ ended with .*its log (\S+sglang-0\.log)"),
     "the master": (r"\S+/mooncake_master --", 0, r"mooncake_master ended with status 137; last lines of (\S+\.log)"),
+    "the holder": (
+        r"\S+ -m mooncake_store\.holder",
+        0,
+        r"segment holder ended with status 137; last lines of (\S+\.log)",
+    ),
     "the rollout node": (RAYLET, 0, r"raylet of the rollout node ended with status 137; its log (\S+raylet\S*\.out)"),
     "a trainer node": (RAYLET, -1, r"raylet of the trainer node 0 ended with status 137; its log (\S+raylet\S*\.out)"),
     "Ray's GCS": (r"\S+/gcs_server ", 0, r"gcs_server of the rollout node ended with status 137; its log (\S+\.out)"),
@@ -46,6 +59,51 @@ def test_a_part_that_dies_ends_the_job_and_is_named_with_its_log(
     report = read_report(run)
     assert report["status"].startswith("stopped")
     assert len(steps_of(report)) >= 2
+
+
+@contextmanager
+def master_at(port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A mooncake_master that the job did not start, at an address of its own; killed at exit."""
+    (metrics,) = free_ports(1)
+    ports = {"rpc_address": "127.0.0.1", "rpc_port": port, "metrics_host": "127.0.0.1", "metrics_port": metrics}
+    with log.open("ab") as file:
+        master = subprocess.Popen(
+            [find_master(), *(f"--{name}={value}" for name, value in ports.items())], stdout=file, stderr=file
+        )
+    try:
+        deadline = time.monotonic() + 30
+        while unreachable(f"127.0.0.1:{port}", timeout=1.0) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        yield master
+    finally:
+        master.kill()
+        master.wait()
+
+
+@pytest.mark.parametrize("away", [0, 6])
+def test_a_job_goes_on_when_a_master_that_is_not_its_own_is_killed_and_restarted(
+    away: int, checkpoint: Path, tmp_path: Path, marked: Marked
+) -> None:
+    run, output = tmp_path / "run", tmp_path / "output"
+    (port,) = free_ports(1)
+    store = {"master_server_address": f"127.0.0.1:{port}"}
+    arguments = [
+        *small_job(checkpoint, run), "--num-rollout", "20", "--mooncake-store-init-kwargs", json.dumps(store)
+    ]  # fmt: skip
+    with ExitStack() as stack:
+        first = stack.enter_context(master_at(port, tmp_path / "first.log"))
+        job = stack.enter_context(running(arguments, marked, output))
+        await_output(job, output, "rollout   1")
+        first.kill()
+        first.wait()
+        time.sleep(away)  # seconds for the job to meet a master that does not answer
+        stack.enter_context(master_at(port, tmp_path / "second.log"))
+        assert job.wait(timeout=150) == 0, output.read_text()
+    report = read_report(run)
+    assert report["status"] == "finished"
+    assert len(steps_of(report)) == 20
+    assert report["object_store"]["puts"] == report["object_store"]["removes"] == 40
+    assert "it was restarted" in (run / "logs" / "segment-holder.log").read_text()
 
 
 @pytest.mark.parametrize("how", ["ctrl-c twice", "terminated", "killed"])

@@ -57,9 +57,9 @@ def test_a_short_job_ends_with_a_complete_report(
     assert (tmp_path / "run" / "report.png").read_bytes().startswith(b"\x89PNG")
     assert "<html" in (tmp_path / "run" / "report.html").read_text()
     assert load_config(["--config", str(tmp_path / "run" / "config.yaml")]) == expected
-    names = {"mooncake_master", "rollout-manager", "sglang-0", "trainer-0", "trainer-1"}
+    names = {"mooncake_master", "segment-holder", "rollout-manager", "sglang-0", "trainer-0", "trainer-1"}
     logs = {log.stem for log in (tmp_path / "run" / "logs").iterdir()}
-    assert logs == (names if backend == "mooncake" else names - {"mooncake_master"})
+    assert logs == (names if backend == "mooncake" else names - {"mooncake_master", "segment-holder"})
 
 
 @pytest.mark.slow
@@ -97,7 +97,15 @@ def test_a_dry_run_prints_the_plan_and_starts_and_writes_nothing(
     ]  # fmt: skip
     text = run(arguments, marked, tmp_path)
     assert text.returncode == 0, text.stderr
-    for words in ("mooncake_master", "trainer_node_1", "SGLang engine", "global_segment_size", "init_kwargs", "saved"):
+    for words in (
+        "mooncake_master",
+        "segment holder",
+        "trainer_node_1",
+        "SGLang engine",
+        "global_segment_size",
+        "init_kwargs",
+        "saved",
+    ):
         assert words in text.stdout
     plan = json.loads(run([*arguments, "--log-format", "json"], marked, tmp_path).stdout)
     counts = {(item["node"], item["process"]): item["count"] for item in plan["processes"]}

@@ -1,5 +1,6 @@
 """Parts that fail are named at once: real Ray actors on real raylets, killed and hung on purpose."""
 
+import json
 import os
 import pty
 import re
@@ -15,11 +16,14 @@ import pytest
 
 ray = pytest.importorskip("ray", reason="the extra `train` is not installed")
 
+from miles_plugin.arguments_sources import load_config  # noqa: E402
 from miles_plugin.cluster import ROLLOUT_NODE, LocalCluster, NodeSpec, local_cluster, trainer_node  # noqa: E402
 from miles_plugin.engines.sglang import EngineError  # noqa: E402
 from miles_plugin.logs import redirect_output  # noqa: E402
+from miles_plugin.object_store import start_segment_holder  # noqa: E402
 from miles_plugin.parts import Part, PartFailed, Parts, Watch, devices_differ  # noqa: E402
 from mooncake_store.errors import ConfigError, StoreFull  # noqa: E402
+from mooncake_store.master import MasterProcess  # noqa: E402
 
 pytestmark = pytest.mark.integration
 
@@ -80,13 +84,17 @@ def cluster() -> Iterator[LocalCluster]:
 
 @pytest.fixture
 def parts(cluster: LocalCluster, tmp_path: Path) -> Parts:
+    return make_parts(Watch([cluster]), tmp_path)
+
+
+def make_parts(watch: Watch, tmp_path: Path) -> Parts:
     def part(name: str, node: str) -> Part:
         log = tmp_path / f"{name}.log"
         remote: Any = ray.remote(concurrency_groups={"control": 1})(Actor)
         return Part(name, remote.options(resources={node: 0.1}, num_cpus=0).remote(log), log)
 
     trainers = [part(f"trainer rank {rank}", trainer_node(0)) for rank in range(2)]
-    made = Parts(Watch(None, cluster), part("the rollout manager", ROLLOUT_NODE), trainers, say=_heard)
+    made = Parts(watch, part("the rollout manager", ROLLOUT_NODE), trainers, say=_heard)
     made.each("pid")
     made.managed("pid")
     return made
@@ -140,6 +148,31 @@ def test_a_killed_manager_is_named_also_when_a_trainer_feels_it_first(parts: Par
     with pytest.raises(PartFailed, match=r"^the rollout manager ended; its log .*the rollout manager\.log ends:"):
         parts.each("fail", EngineError("no answer"))
     parts.abandon()
+
+
+def test_a_killed_segment_holder_is_named_while_the_others_hang(cluster: LocalCluster, tmp_path: Path) -> None:
+    pytest.importorskip("mooncake.store", reason="Mooncake is not installed")
+    with MasterProcess(tmp_path / "master.log") as master:
+        settings = {"protocol": "tcp", "local_hostname": "127.0.0.1", "global_segment_size": "16mb"}
+        config = load_config(
+            ["--object-store-backend", "mooncake", "--mooncake-store-init-kwargs", json.dumps(settings)]
+        )
+        holder = start_segment_holder(config, master.address, tmp_path / "segment-holder.log")
+        assert holder is not None
+        try:
+            named = {"master_server_address": master.address}
+            joining = config.model_copy(update={"mooncake_store_init_kwargs": settings | named})
+            assert start_segment_holder(joining, None, tmp_path / "second.log") is None, "one serves this node already"
+            parts = make_parts(Watch([master, holder, cluster]), tmp_path)
+            hanging = [parts.start(part, "hang") for part in parts._trainers]
+            os.kill(holder.record.pid, signal.SIGKILL)
+            with pytest.raises(
+                PartFailed, match=r"^segment holder ended with status 137; last lines of .*segment-holder\.log:\n"
+            ):
+                parts.wait(hanging)
+            parts.abandon()
+        finally:
+            holder.stop()
 
 
 @pytest.mark.parametrize(

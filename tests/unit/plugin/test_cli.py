@@ -34,7 +34,7 @@ def test_help_names_every_command_and_each_has_its_own(capsys: pytest.CaptureFix
                 assert "(default: " in action.help or "default" in action.help, action.dest
 
 
-@pytest.mark.parametrize("argv", [[], ["trian"], ["completion", "fishy"], ["report"]])
+@pytest.mark.parametrize("argv", [[], ["trian"], ["completion", "fishy"], ["report"], ["sweep"]])
 def test_wrong_use_is_status_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     status, out, error = output(argv, capsys)
     assert status == 2
@@ -46,6 +46,32 @@ def test_a_report_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixtur
     status, _, error = output(["report", str(tmp_path)], capsys)
     assert status == 2
     assert str(tmp_path) in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["holder", "--global-segment-size", "1mb"], "global_segment_size = '1mb' (from the command line): allowed: 0"),
+        (
+            ["holder", "--global-segment-size", "0"],
+            "global_segment_size = '0' (from the command line): a segment holder",
+        ),
+        (["holder", "--global-segment-size", "9000gb"], "less than"),
+        (["ls", "--protocol", "udp"], "protocol = 'udp' (from the command line): allowed: tcp, rdma"),
+        (["ls"], "no Mooncake master answers at '127.0.0.1:1'"),
+        (["sweep", "--dead"], "(from environment variable MOONCAKE_MASTER)"),
+    ],
+)
+def test_a_store_that_cannot_be_used_is_one_line_with_the_setting_s_source(
+    argv: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MOONCAKE_MASTER", "127.0.0.1:1")
+    monkeypatch.setenv("MOONCAKE_PROTOCOL", "tcp")
+    status, out, error = output(argv, capsys)
+    assert status == 2
+    assert not out
+    assert expected in error
     assert len(error.splitlines()) == 1
 
 
@@ -63,6 +89,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--object-store-backend", ""], {"ray", "mooncake"}),
         (["train", "--reward-control", "s"], {"shuffled"}),
         (["completion", "ba"], {"bash"}),
+        (["ho"], {"holder"}),
+        (["sweep", "--de"], {"--dead", "--device-name"}),
+        (["holder", "--protocol", ""], {"tcp", "rdma"}),
     ],
 )
 def test_bash_completes(

@@ -22,6 +22,7 @@ OTHERS = {
     "--reward-key": "miles, not supported",
     "--group-rm": "miles, not supported",
     "--rpc_port": "mooncake_master",
+    "--metrics_port": "mooncake_master",
     "--logdir": "tensorboard",
     "--shm-size": "docker",
     "--plasma_directory": "Ray",

@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from miles_plugin.arguments_sources import load_config
 from miles_plugin.rollout import manager as manager_module
 from miles_plugin.rollout.manager import RolloutManager
 from miles_plugin.training.tiny_policy import build_model, build_tokenizer, save_checkpoint
-from mooncake_store import ConfigError
+from mooncake_store import ConfigError, StoreUnavailable
 from tests.unit.plugin.test_rollout_custom import TOKENIZER, FakeEngine
 
 FLAGS = ["--held-out-size", "4", "--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--rollout-num-gpus", "2"]
@@ -27,6 +28,7 @@ class MemoryStore:
     def __init__(self) -> None:
         self.batches: dict[str, Any] = {}
         self.puts = 0
+        self.answers = True
 
     def put(self, batch: Any) -> SimpleNamespace:
         self.puts += 1
@@ -34,6 +36,8 @@ class MemoryStore:
         return SimpleNamespace(key=f"key-{self.puts}", nbytes=1)
 
     def remove(self, ref: Any) -> None:
+        if not self.answers:
+            raise StoreUnavailable("the master was killed")
         del self.batches[ref.key]
 
     def close(self) -> None:
@@ -90,6 +94,53 @@ def test_a_rollout_is_put_in_a_shard_per_rank_and_removed_when_acknowledged(
         for _ in range(2):
             manager.acknowledge(shard.ref.key, shard.rank)
     assert not store.batches
+    assert manager.settle() == {}
+
+
+def test_what_is_acknowledged_while_the_store_is_away_is_removed_when_it_is_back(
+    make: Callable[..., tuple[RolloutManager, MemoryStore]],
+) -> None:
+    manager, store = make("--task", "chain_sum")
+    first, second = manager.generate(0).shards
+    store.answers = False
+    manager.acknowledge(first.ref.key, first.rank)
+    manager.acknowledge(second.ref.key, first.rank)  # by another than its reader
+    assert manager.settle(seconds=0) == {first.ref.key: [], second.ref.key: [second.rank]}
+    assert set(store.batches) == {first.ref.key, second.ref.key}
+    store.answers = True
+    late = threading.Timer(0.1, manager.acknowledge, (second.ref.key, second.rank))
+    late.start()
+    assert manager.settle() == {}, "waits for the last one, and frees the first"
+    assert not store.batches
+    store.answers = False
+    (shard, _) = manager.generate(1).shards
+    manager.acknowledge(shard.ref.key, shard.rank)
+    store.answers = True
+    manager.generate(2)
+    assert shard.ref.key not in store.batches, "also before the next batches are put"
+
+
+def test_a_shard_is_removed_once_though_settling_and_an_acknowledgement_meet(
+    make: Callable[..., tuple[RolloutManager, MemoryStore]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager, store = make("--task", "chain_sum")
+    shards = manager.generate(0).shards
+    removing, go_on = threading.Event(), threading.Event()
+    removed: list[str] = []
+
+    def remove(ref: Any) -> None:
+        removed.append(ref.key)
+        removing.set()
+        assert go_on.wait(30)
+
+    monkeypatch.setattr(store, "remove", remove)
+    acknowledging = [threading.Thread(target=manager.acknowledge, args=(s.ref.key, s.rank)) for s in shards]
+    for thread in acknowledging:
+        thread.start()
+    assert removing.wait(30)
+    threading.Timer(0.2, go_on.set).start()
+    assert manager.settle() == {}, "waits for those that are being removed"
+    assert sorted(removed) == sorted(shard.ref.key for shard in shards)
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
