@@ -12,7 +12,7 @@ from miles_plugin.object_store import open_rollout_store
 from miles_plugin.plan import PENDING_MASTER, Plan, check_memory
 from miles_plugin.report.observers import check_tracking
 from miles_plugin.rollout.check import check_data
-from mooncake_store.client import load_mooncake
+from mooncake_store.client import Limits, load_mooncake, probe_metadata
 from mooncake_store.config import MASTER_VARIABLE, MISTAKEN_MASTER_VARIABLE, fit_to_host, resolve
 from mooncake_store.errors import ConfigError
 from mooncake_store.master import find_master
@@ -92,6 +92,7 @@ def _check_store(config: TrainConfig) -> bool:
         _check_own_segment(config, resolved.global_segment_size)
         load_mooncake()
         find_master()
+        probe_metadata(resolved, Limits().probe)
     else:
         # What accepts a connection may still be no master; joining shows it, and lends no memory.
         open_rollout_store(config, None, "preflight", contribute_segment=False).close()

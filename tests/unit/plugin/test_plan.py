@@ -10,7 +10,7 @@ pytest.importorskip("torch", reason="the extra `train` is not installed")
 from miles_plugin import plan, preflight
 from miles_plugin.arguments_sources import load_config
 from miles_plugin.plan import PlannedProcess
-from mooncake_store.errors import ConfigError
+from mooncake_store.errors import ConfigError, StoreUnavailable
 from mooncake_store.memory import MemoryLimit
 
 MOONCAKE = ["--object-store-backend", "mooncake"]
@@ -75,6 +75,12 @@ def test_more_memory_than_there_is_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(preflight, "memory_limit", lambda: MemoryLimit(8 * 1024**3, "memory.max"))
     with pytest.raises(ConfigError, match=r"actor_num_nodes=4 .*global_segment_size=3221225472.*memory\.max"):
         planned(*MOONCAKE, *segment, "--actor-num-nodes", "4", "--actor-num-gpus-per-node", "1")
+
+
+def test_a_metadata_server_that_nobody_answers_at_is_found_before_the_start() -> None:
+    segment = {"protocol": "tcp", "global_segment_size": "64mb", "metadata_server": "http://127.0.0.1:1/metadata"}
+    with pytest.raises(StoreUnavailable, match=r"metadata_server = 'http://127\.0\.0\.1:1/metadata' .*P2PHANDSHAKE"):
+        planned(*MOONCAKE, "--mooncake-store-init-kwargs", json.dumps(segment))
 
 
 def test_settings_come_with_their_source(monkeypatch: pytest.MonkeyPatch) -> None:
