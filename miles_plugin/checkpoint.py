@@ -92,10 +92,6 @@ class Resume:
     report: Mapping[str, Any]
     model: Mapping[str, Any]
 
-    def is_in(self, directory: Path) -> bool:
-        """Whether this is a checkpoint of `directory`."""
-        return self.directory.resolve().parent == directory.resolve()
-
     def newest_version(self) -> int:
         """The highest policy version known to be used: the job may have gone on for a while after it saved."""
         log = self.directory.parent / VERSIONS_LOG
@@ -151,17 +147,20 @@ def changes(resume: Resume, config: TrainConfig, origins: Mapping[str, str]) -> 
 
 
 def check_save(config: TrainConfig) -> None:
-    """Refuse a `--save` directory that holds another run's checkpoints, or that cannot be written (ConfigError)."""
+    """Refuse a `--save` directory with checkpoints that would be replaced, or that cannot be written (ConfigError)."""
     if config.save is None:
         return
-    loaded = config.load is not None and (
-        config.save.resolve() == config.load.resolve()
-        or (config.save.resolve() == config.load.resolve().parent and (config.load / _JOB).is_file())
-    )
-    if (config.save / LATEST).exists() and not loaded:
+    save, load = config.save.resolve(), config.load.resolve() if config.load else None
+    loaded = load.name if load is not None and load.parent == save and (load / _JOB).is_file() else None
+    if (save / LATEST).exists() and load != save and loaded is None:
         raise ConfigError(
             f"save={config.save} holds the checkpoints of another run; resume it with --load {config.save}, or name "
             "another directory"
+        )
+    if loaded and (later := [name for name in _complete(save) if name > loaded]):
+        raise ConfigError(
+            f"load={config.load}: save={config.save} holds later checkpoints, which this job would replace: "
+            f"{', '.join(later)}; name another --save directory, or go on from the newest with --load {config.save}"
         )
     check_writable("save", config.save)
     if (config.save / _LOCK).exists():
@@ -207,11 +206,6 @@ def _locked(save: Path) -> Iterator[None]:
         yield
 
 
-def rewind(resume: Resume) -> None:
-    """Make the checkpoint that a run goes on from the newest one of its directory; later ones will be replaced."""
-    _point_to(resume.directory)
-
-
 def begin(save: Path, number: int) -> Path:
     """An empty directory for the trainers' state of checkpoint `number`; `commit` makes it a checkpoint."""
     partial = save / f"{name_of(number)}.partial"
@@ -228,7 +222,7 @@ def commit(partial: Path, progress: Progress, config: TrainConfig, report: Mappi
     job = {"format": FORMAT, "settings": settings, "progress": asdict(progress), "model": _shape(Path(progress.policy))}
     _write(partial / _JOB, json.dumps(job, indent=1))
     _sync_directory(partial)
-    if final.exists():  # of a run before it was rewound
+    if final.exists():  # of a run that was killed before it called this the newest
         shutil.rmtree(final)
     partial.rename(final)
     _point_to(final)
@@ -245,12 +239,19 @@ def _point_to(newest: Path) -> None:
 def _latest_number(directory: Path) -> int:
     text = (directory / LATEST).read_text(errors="replace").strip()
     if not text.isdecimal() or len(text) > 7 or not (directory / name_of(int(text)) / _JOB).is_file():
-        there = ", ".join(sorted(entry.name for entry in directory.glob("iter_*") if (entry / _JOB).is_file()))
+        there = ", ".join(_complete(directory))
         raise ConfigError(
             f"load={directory}: {LATEST} says {text!r:.40}, which is no complete checkpoint; there are: "
             f"{there or 'none'}; give one of them as --load {directory}/iter_..."
         )
     return int(text)
+
+
+def _complete(directory: Path) -> list[str]:
+    """Names of the complete checkpoints of a directory, the oldest first."""
+    return sorted(
+        path.name for path in directory.glob("iter_*") if _NAME.fullmatch(path.name) and (path / _JOB).is_file()
+    )
 
 
 def _read(directory: Path) -> Resume:
