@@ -10,6 +10,7 @@ pytest.importorskip("torch", reason="the extra `train` is not installed")
 from miles_plugin import plan, preflight
 from miles_plugin.arguments_sources import load_config
 from miles_plugin.plan import PlannedProcess
+from miles_plugin.training.tiny_policy import build_tokenizer
 from mooncake_store.errors import ConfigError, StoreUnavailable
 from mooncake_store.memory import MemoryLimit
 
@@ -55,6 +56,8 @@ def test_the_ray_backend_needs_neither_master_nor_segment() -> None:
 
 
 def test_a_larger_checkpoint_needs_more_memory(tmp_path: Path) -> None:
+    build_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"transformers cannot read its config\.json"):
         planned("--hf-checkpoint", str(tmp_path))
@@ -66,6 +69,23 @@ def test_a_larger_checkpoint_needs_more_memory(tmp_path: Path) -> None:
     large, tiny = planned("--hf-checkpoint", str(tmp_path)), planned()
     for key, factor in {("rollout_node", "SGLang engine"): 1, ("trainer_node_0", "trainer rank"): 8}.items():
         assert large[key].memory - tiny[key].memory == pytest.approx(factor * 2 * 1024**3, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("files", "missing"),
+    [
+        ([], "no config.json and no weights (*.safetensors or pytorch_model*.bin) and no tokenizer (tokenizer.json,"),
+        (["tokenizer.json", "model.safetensors"], "no config.json there"),
+        (["config.json", "tokenizer.json", "model.safetensors.index.json"], "no weights ("),
+        (["config.json", "pytorch_model-00001-of-00002.bin", "tokenizer_config.json"], "no tokenizer ("),
+    ],
+)
+def test_a_checkpoint_without_some_of_its_files_is_refused(files: list[str], missing: str, tmp_path: Path) -> None:
+    for name in files:
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ConfigError) as caught:
+        planned("--hf-checkpoint", str(tmp_path))
+    assert f"hf_checkpoint={tmp_path}: {missing}" in str(caught.value)
 
 
 def test_more_memory_than_there_is_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
