@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -150,6 +151,7 @@ def check_save(config: TrainConfig) -> None:
     """Refuse a `--save` directory with checkpoints that would be replaced, or that cannot be written (ConfigError)."""
     if config.save is None:
         return
+    check_writable("save", config.save)
     save, load = config.save.resolve(), config.load.resolve() if config.load else None
     loaded = load.name if load is not None and load.parent == save and (load / _JOB).is_file() else None
     if (save / LATEST).exists() and load != save and loaded is None:
@@ -162,17 +164,22 @@ def check_save(config: TrainConfig) -> None:
             f"load={config.load}: save={config.save} holds later checkpoints, which this job would replace: "
             f"{', '.join(later)}; name another --save directory, or go on from the newest with --load {config.save}"
         )
-    check_writable("save", config.save)
     if (config.save / _LOCK).exists():
         with _locked(config.save):
             pass
 
 
 def check_writable(setting: str, directory: Path) -> None:
-    """Raise ConfigError unless `directory` can be made, or is there and can be written."""
-    there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"{setting}={directory}: {there} is no directory that can be written; name another")
+    """Raise ConfigError unless `directory` can be made, or is there and can be written. Leaves nothing behind."""
+    there = directory.absolute()
+    try:
+        there = next(path for path in (there, *there.parents) if path.exists())
+        with tempfile.TemporaryDirectory(prefix=".miles-mooncake-", dir=there):  # permissions do not tell of /proc
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{setting}={directory}: {there} is no directory that can be written ({error.strerror}); name another"
+        ) from None
 
 
 @contextlib.contextmanager

@@ -37,6 +37,7 @@ def check(config: TrainConfig) -> Plan:
     own_master = _check_store(config)
     _check_packages()
     check_tracking(config)
+    _check_cache(config)
     check_data(config, resume.progress.manager if resume else None)
     check_routed_experts(config)
     gpus = _visible_gpus()
@@ -65,9 +66,9 @@ def check(config: TrainConfig) -> Plan:
 def check_report(config: TrainConfig) -> None:
     """Refuse a `--report` directory that holds another run's report, or that cannot be written (ConfigError)."""
     directory = (config.report or Path("runs") / (config.run_id or "new")).absolute()
+    check_writable("report", directory)
     if (directory / "report.json").exists():
         raise ConfigError(f"report={directory} holds the report of another run; name another directory or remove it")
-    check_writable("report", directory)
 
 
 def _check_layout(config: TrainConfig) -> None:
@@ -165,6 +166,12 @@ def _missing_files(checkpoint: Path) -> list[str]:
         f"tokenizer ({', '.join(_VOCABULARIES)})": any(any(checkpoint.glob(name)) for name in _VOCABULARIES),
     }
     return [part for part, there in parts.items() if not there]
+
+
+def _check_cache(config: TrainConfig) -> None:
+    from miles_plugin.training.warm_start import check_cache
+
+    check_cache(config)
 
 
 def _check_packages() -> None:

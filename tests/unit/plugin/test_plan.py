@@ -88,6 +88,17 @@ def test_a_checkpoint_without_some_of_its_files_is_refused(files: list[str], mis
     assert f"hf_checkpoint={tmp_path}: {missing}" in str(caught.value)
 
 
+@pytest.mark.parametrize("setting", ["cache_dir", "save", "report"])
+def test_a_directory_that_cannot_be_made_or_written_is_refused(setting: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    flag = f"--{setting.replace('_', '-')}"
+    for directory in (tmp_path / "file", Path("/proc/x"), Path("/proc"), tmp_path / ("x" * 300)):
+        with pytest.raises(ConfigError, match=rf"{setting}={directory}: .*that can be written \(.*name another"):
+            planned(flag, str(directory))
+    planned(flag, str(tmp_path / "new" / "below"))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"], "checking leaves nothing behind"
+
+
 def test_more_memory_than_there_is_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"the job needs about .* GB.*10000 x SGLang engine: lower rollout_num_gpus"):
         planned("--rollout-num-gpus", "10000")
