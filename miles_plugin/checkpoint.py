@@ -51,12 +51,16 @@ _SHARED_SETTINGS = (
 )  # fmt: skip
 
 
-# What may change, but makes the curve before and after one of two experiments.
+# What may change, but makes the curve before and after one of two experiments. The weights come from the checkpoint,
+# yet another hf_checkpoint may bring another tokenizer, and whoever names it may mean its weights.
 _EXPERIMENT = [
-    name
-    for group in (RewardArguments, RolloutArguments, TrainingArguments)
-    for name in group.model_fields
-    if name not in ("num_rollout", "eval_interval", *_SHARED_SETTINGS)
+    "hf_checkpoint",
+    *(
+        name
+        for group in (RewardArguments, RolloutArguments, TrainingArguments)
+        for name in group.model_fields
+        if name not in ("num_rollout", "eval_interval", *_SHARED_SETTINGS)
+    ),
 ]
 
 
@@ -143,8 +147,14 @@ def changes(resume: Resume, config: TrainConfig, origins: Mapping[str, str]) -> 
     return [
         f"{name} {before[name]!r} -> {now[name]!r} (from {origins.get(name, 'the defaults')})"
         for name in _EXPERIMENT
-        if name in before and before[name] != now[name]
+        if name in before and not _same(name, before[name], now[name])
     ]
+
+
+def _same(name: str, before: Any, now: Any) -> bool:
+    if name == "hf_checkpoint" and before and now:
+        return Path(before).resolve() == Path(now).resolve()
+    return bool(before == now)
 
 
 def check_save(config: TrainConfig) -> None:

@@ -112,7 +112,7 @@ def describe(config: TrainConfig, plan: Plan, origins: Mapping[str, str] | None 
     planned = processes(config, plan)
     facts = _facts(config, plan)
     if plan.resume is not None and (changed := changes(plan.resume, config, origins or {})):
-        facts["changed since"] = ", ".join(changed)
+        facts[f"changed since {plan.resume.directory.name}"] = ", ".join(changed)
     store = _store_settings(config, plan)
     if config.log_format == "json":
         return json.dumps(

@@ -266,12 +266,19 @@ def test_a_damaged_directory_is_named_with_the_next_step(
     assert expected in str(caught.value)
 
 
-def test_a_policy_of_another_shape_is_refused_and_one_that_moved_is_not(tmp_path: Path) -> None:
+def test_a_policy_of_another_shape_is_refused_and_another_one_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started_from = make_policy(tmp_path / "policy", num_hidden_layers=2, transformers_version="5.0")
     saved = save(tmp_path / "saved", 2, ("--hf-checkpoint", str(started_from)))
+    monkeypatch.chdir(tmp_path)
     moved = make_policy(tmp_path / "moved", num_hidden_layers=2, transformers_version="5.1")
-    for path in (started_from, moved):
-        assert checkpoint.find(config("--load", str(saved), "--hf-checkpoint", str(path))) is not None
+    said = [f"hf_checkpoint {str(started_from)!r} -> {str(moved)!r} (from the defaults)"]
+    for path, changes in ((started_from, []), (Path("policy"), []), (moved, said)):
+        settings = config("--load", str(saved), "--hf-checkpoint", str(path))
+        resume = checkpoint.find(settings)
+        assert resume is not None
+        assert checkpoint.changes(resume, settings, {}) == changes
     for changes in ({"num_hidden_layers": 1}, {"num_hidden_layers": 3}, {"num_hidden_layers": 2, "hidden_size": 16}):
         other = make_policy(tmp_path / "other", **changes)
         with pytest.raises(ConfigError, match=r"hidden_(layers|size)=") as caught:

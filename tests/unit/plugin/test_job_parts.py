@@ -103,7 +103,8 @@ def test_a_job_that_goes_on_is_checked_against_what_was_saved(
 ) -> None:
     monkeypatch.setattr("miles_plugin.interrupt.install", lambda: None)
     assert cli.main(["train", *saved, "--dry-run"]) == 0
-    assert "rm_type 'math' -> None (from the defaults)" in " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "changed since iter_0000002 rm_type 'math' -> None (from the defaults)" in printed
     record = Path(saved[1]) / "iter_0000002" / "job.json"
     record.write_text(record.read_text().replace('"prompts": "spell_backward"', '"prompts": "20 items, content 0"'))
     assert cli.main(["train", *saved, "--dry-run"]) == 2
