@@ -98,8 +98,12 @@ def load_config_and_origins(argv: Sequence[str]) -> tuple[TrainConfig, dict[str,
 
 
 def with_origins(message: str, origins: Mapping[str, str]) -> str:
-    """An error's message with where the settings that it names came from."""
-    named = [f"{name} from {origin}" for name, origin in origins.items() if re.search(rf"\b{name} ?=", message)]
+    """An error's message with where the settings that it names came from, unless it says that itself."""
+    named = [
+        f"{name} from {origin}"
+        for name, origin in origins.items()
+        if re.search(rf"\b{name} ?=", message) and f"(from {origin})" not in message
+    ]
     return f"{message} [{', '.join(named)}]" if named else message
 
 
@@ -193,16 +197,21 @@ def _merge(
         raise ConfigError("\n".join(_explain(item, sources) for item in error.errors())) from None
     values = dict(resolved)
     values[_STORE] = _environment_over_file(values[_STORE], sources, yaml_name)
-    return TrainConfig.model_construct(**values), _origins(sources)
+    return TrainConfig.model_construct(**values), _origins(sources, values[_STORE])
 
 
-def _origins(sources: Mapping[str, PydanticBaseSettingsSource]) -> dict[str, str]:
+def _origins(sources: Mapping[str, PydanticBaseSettingsSource], store: Mapping[str, Any]) -> dict[str, str]:
     found: dict[str, str] = {}
     for label, source in sources.items():  # the one that wins first
         for name, value in source().items():
             found.setdefault(name, label)
             for key in value if isinstance(value, dict) else ():
                 found.setdefault(key, label)
+    for name, variable in VARIABLES.items():  # what `store` leaves to the variable, or to the default
+        if store.get(name) is None:
+            found.pop(name, None)
+            if os.environ.get(variable, "").strip():
+                found[name] = f"environment variable {variable}"
     return found
 
 

@@ -63,6 +63,18 @@ def test_an_error_found_later_says_where_its_settings_came_from(
     assert with_origins("nothing named", origins) == "nothing named"
 
 
+def test_where_a_setting_of_the_store_came_from_is_said_once(yaml_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONCAKE_PROTOCOL", "rdma")
+    monkeypatch.setenv("MOONCAKE_GLOBAL_SEGMENT_SIZE", "0")
+    argv = ["--config", str(yaml_file), "--mooncake-store-init-kwargs", '{"device_name": null}']
+    _, origins = load_config_and_origins(argv)
+    said = "protocol = 'rdma' (from environment variable MOONCAKE_PROTOCOL): no"
+    assert with_origins(said, origins) == said
+    assert with_origins("device_name = '' (from default): no", origins) == "device_name = '' (from default): no"
+    variable = "environment variable MOONCAKE_GLOBAL_SEGMENT_SIZE"
+    assert with_origins("global_segment_size=0: no", origins).endswith(f"[global_segment_size from {variable}]")
+
+
 def test_defaults_are_those_of_miles() -> None:
     config = load_config([])
     assert config.object_store_backend == "ray"
