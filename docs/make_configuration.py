@@ -87,7 +87,7 @@ A refused or failed job prints one line `{prog}: KIND: message` to standard erro
 _STATUSES = {
     "0": "done, also when `--load` finds all rollouts done and nothing is started",
     "1": "a part of the job failed; the message names the part, its log and the log's last lines. Also when the reader "
-    "of the output, such as `head`, has gone",
+    "of the output, such as `head`, has gone, or the output cannot be written",
     "2": "wrong use, a wrong setting, or a store that does not answer; nearly all of these are found before anything "
     "starts",
     "130": "Ctrl-C or SIGTERM; what the job started has been stopped",

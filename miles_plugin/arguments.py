@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from mooncake_store.config import parse_size
@@ -255,6 +255,14 @@ class TrainConfig(
         cli_kebab_case=True,
         cli_implicit_flags=True,
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """YAML's `true` would count as 1."""
+        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation in (int, float):
+            raise ValueError("a number is wanted, not true or false")
+        return value
 
     def to_yaml(self) -> str:
         """YAML that `--config` reads back to the same settings."""

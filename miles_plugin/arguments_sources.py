@@ -143,16 +143,32 @@ def _check_json(argv: Sequence[str], environment: Mapping[str, str]) -> None:
         if field.annotation != dict[str, Any]:
             continue
         flag, variable = f"--{name.replace('_', '-')}", f"{ENV_PREFIX}{name.upper()}"
-        given = [(flag, value) for option, value in pairwise([*argv, ""]) if option == flag]
+        given = [(flag, text) for option, text in pairwise(argv) if option == flag and not text.startswith("-")]
         given += [(flag, option.partition("=")[2]) for option in argv if option.startswith(f"{flag}=")]
         given += [(variable, environment[variable])] if variable in environment else []
         for origin, text in given:
             try:
-                value = json.loads(text)
+                value = json.loads(text, object_pairs_hook=_without_duplicates)
             except json.JSONDecodeError as error:
-                raise ConfigError(f"{origin}: not JSON at character {error.pos}: {error.msg}: {text!r}") from None
+                place = f"line {error.lineno}, column {error.colno}"
+                raise ConfigError(f"{origin}: not JSON at {place}: {error.msg}: {text!r}") from None
+            except _SetTwice as key:
+                raise ConfigError(f"{origin}={text!r}: {key} is set twice; keep one") from None
             if not isinstance(value, dict):
                 raise ConfigError(f"{origin}={text!r}: expected a JSON object, found {type(value).__name__}")
+
+
+class _SetTwice(Exception):
+    """A key that a JSON object has twice: the parser would silently take the last one's value."""
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise _SetTwice(repr(key))
+        found[key] = value
+    return found
 
 
 def _check_environment(environment: Iterable[str]) -> None:

@@ -83,6 +83,11 @@ def _check_layout(config: TrainConfig) -> None:
 def _check_store(config: TrainConfig) -> bool:
     """Whether the job must start a master of its own; a given one is joined and left again."""
     if config.object_store_backend != "mooncake":
+        if config.mooncake_replica_num > 1:
+            raise ConfigError(
+                f"mooncake_replica_num={config.mooncake_replica_num}: object_store_backend="
+                f"{config.object_store_backend} keeps one copy; set object_store_backend to mooncake, or leave it out"
+            )
         return False
     kwargs = config.mooncake_store_init_kwargs
     named = kwargs.get("master_server_address") is not None or os.environ.get(MASTER_VARIABLE, "").strip()

@@ -66,6 +66,8 @@ def test_what_cannot_work_is_refused(
 
 def test_a_local_job_needs_one_segment_that_is_not_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     tcp = ["--mooncake-store-init-kwargs", '{"protocol": "tcp"}']
+    with pytest.raises(ConfigError, match="mooncake_replica_num=3: object_store_backend=ray keeps one copy"):
+        plan("--mooncake-replica-num", "3", monkeypatch=monkeypatch)
     with pytest.raises(ConfigError, match="mooncake_replica_num=2"):
         plan(*MOONCAKE, *tcp, "--mooncake-replica-num", "2", monkeypatch=monkeypatch)
     empty = ["--mooncake-store-init-kwargs", '{"protocol": "tcp", "global_segment_size": 0}']
