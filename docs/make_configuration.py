@@ -35,7 +35,8 @@ what happens when they are wrong. The names are miles's wherever miles has the s
 A setting has one name in three spellings: the flag `--num-rollout`, the key `num_rollout` of the YAML file that
 `--config` names, and the environment variable `{prefix}NUM_ROLLOUT`.
 
-1. A flag wins over the environment, the environment over the file, the file over the default.
+1. A flag wins over the environment, the environment over the file, the file over the default. An empty variable counts
+   as not set.
 2. A setting that holds a mapping (type "JSON object") is merged key by key in that order: a flag that gives one key
    leaves the other keys of the file in place. JSON on the command line and in the environment, a mapping in YAML.
 3. Each of Mooncake's own settings comes from `mooncake_store_init_kwargs` as a flag or in the environment, else from

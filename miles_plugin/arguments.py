@@ -258,10 +258,11 @@ class TrainConfig(
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_truth_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+    def _only_numbers_as_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         """YAML's `true` would count as 1."""
-        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation in (int, float):
-            raise ValueError("a number is wanted, not true or false")
+        is_number = isinstance(value, int | float | str) and not isinstance(value, bool)
+        if not is_number and cls.model_fields[info.field_name or ""].annotation in (int, float):
+            raise ValueError(f"allowed: a number, not a {type(value).__name__}")
         return value
 
     def to_yaml(self) -> str:

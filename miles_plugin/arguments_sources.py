@@ -1,6 +1,7 @@
 """Where settings come from: flags, the environment, a YAML file, the defaults, in this order of precedence."""
 
 import argparse
+import datetime
 import difflib
 import json
 import os
@@ -13,7 +14,13 @@ from typing import Any, NoReturn
 import shtab
 import yaml
 from pydantic import ValidationError
-from pydantic_settings import BaseSettings, CliSettingsSource, InitSettingsSource, PydanticBaseSettingsSource
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    EnvSettingsSource,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+)
 
 from miles_plugin.arguments import ENV_PREFIX, GROUPS, TrainConfig
 from mooncake_store.config import VARIABLES
@@ -23,6 +30,21 @@ _STORE = "mooncake_store_init_kwargs"
 # How --help shows the type of a flag's value.
 _METAVARS = {"dict[str,Any]": "JSON", "{Path,null}": "PATH", "Path": "PATH", "{str,null}": "NAME", "str": "NAME",
              "int": "N", "float": "X"}  # fmt: skip
+
+_WHOLE, _NUMBER, _TRUTH = "allowed: a whole number", "allowed: a number", "allowed: true or false"
+_QUOTES = "; in YAML put it in quotes"
+# What the settings library finds wrong, by its name for it, as what is allowed. Its own words name Python's types.
+_ALLOWED = {
+    "int_type": _WHOLE, "int_parsing": _WHOLE, "int_from_float": _WHOLE, "int_parsing_size": _WHOLE,
+    "float_type": _NUMBER, "float_parsing": _NUMBER, "finite_number": "allowed: a finite number",
+    "bool_type": _TRUTH, "bool_parsing": _TRUTH,
+    "string_type": f"allowed: text{_QUOTES}", "path_type": f"allowed: a path{_QUOTES}",
+    "dict_type": "allowed: a mapping of names to values",
+    "greater_than": "allowed: more than {gt}", "greater_than_equal": "allowed: {ge} or more",
+    "less_than": "allowed: less than {lt}", "less_than_equal": "allowed: {le} or less",
+    "literal_error": "allowed: {expected}",
+    "string_pattern_mismatch": "allowed: text of the form {pattern}",
+}  # fmt: skip
 
 
 class _Parser(argparse.ArgumentParser):
@@ -145,7 +167,7 @@ def _check_json(argv: Sequence[str], environment: Mapping[str, str]) -> None:
         flag, variable = f"--{name.replace('_', '-')}", f"{ENV_PREFIX}{name.upper()}"
         given = [(flag, text) for option, text in pairwise(argv) if option == flag and not text.startswith("-")]
         given += [(flag, option.partition("=")[2]) for option in argv if option.startswith(f"{flag}=")]
-        given += [(variable, environment[variable])] if variable in environment else []
+        given += [(variable, environment[variable])] if environment.get(variable) else []
         for origin, text in given:
             try:
                 value = json.loads(text, object_pairs_hook=_without_duplicates)
@@ -199,12 +221,13 @@ def _merge(
             cls,
             settings_cls: type[BaseSettings],
             init_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-            env_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,  # noqa: ARG003
             dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
             file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
         ) -> tuple[PydanticBaseSettingsSource, ...]:
             yaml_settings = InitSettingsSource(settings_cls, from_yaml)
-            sources.update({"the command line": cli, "the environment": env_settings, yaml_name: yaml_settings})
+            environment = EnvSettingsSource(settings_cls, env_ignore_empty=True)
+            sources.update({"the command line": cli, "the environment": environment, yaml_name: yaml_settings})
             return tuple(sources.values())
 
     try:
@@ -250,7 +273,12 @@ def _explain(error: Any, sources: dict[str, PydanticBaseSettingsSource]) -> str:
     if error["type"] == "extra_forbidden":
         return f"unknown setting {name!r} in {origin}{_nearest(name, TrainConfig.model_fields)}"
     path = ".".join(map(str, error["loc"]))
-    return f"{path}={error['input']!r} from {origin}: {error['msg']}"
+    value = error["input"]
+    shown = value if isinstance(value, datetime.date) else repr(value)
+    context = error.get("ctx", {})
+    allowed = _ALLOWED.get(error["type"])
+    problem = allowed.format_map(context) if allowed else context.get("error", error["msg"])
+    return f"{path}={shown} from {origin}: {problem}"
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
