@@ -35,7 +35,8 @@ what happens when they are wrong. The names are miles's wherever miles has the s
 A setting has one name in three spellings: the flag `--num-rollout`, the key `num_rollout` of the YAML file that
 `--config` names, and the environment variable `{prefix}NUM_ROLLOUT`.
 
-1. A flag wins over the environment, the environment over the file, the file over the default.
+1. A flag wins over the environment, the environment over the file, the file over the default. An empty variable counts
+   as not set.
 2. A setting that holds a mapping (type "JSON object") is merged key by key in that order: a flag that gives one key
    leaves the other keys of the file in place. JSON on the command line and in the environment, a mapping in YAML.
 3. Each of Mooncake's own settings comes from `mooncake_store_init_kwargs` as a flag or in the environment, else from
@@ -89,7 +90,7 @@ A refused or failed job prints one line `{prog}: KIND: message` to standard erro
 _STATUSES = {
     "0": "done, also when `--load` finds all rollouts done and nothing is started; a segment holder that SIGTERM ended",
     "1": "a part of the job failed; the message names the part, its log and the log's last lines. Also when the reader "
-    "of the output, such as `head`, has gone",
+    "of the output, such as `head`, has gone, or the output cannot be written",
     "2": "wrong use, a wrong setting, or a store that does not answer; nearly all of these are found before anything "
     "starts",
     "130": "Ctrl-C or SIGTERM; what the job started has been stopped",

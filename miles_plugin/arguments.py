@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from mooncake_store.config import parse_size
@@ -255,6 +255,15 @@ class TrainConfig(
         cli_kebab_case=True,
         cli_implicit_flags=True,
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _only_numbers_as_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        """YAML's `true` would count as 1."""
+        is_number = isinstance(value, int | float | str) and not isinstance(value, bool)
+        if not is_number and cls.model_fields[info.field_name or ""].annotation in (int, float):
+            raise ValueError(f"allowed: a number, not a {type(value).__name__}")
+        return value
 
     def to_yaml(self) -> str:
         """YAML that `--config` reads back to the same settings."""

@@ -1,6 +1,7 @@
 """Where settings come from: flags, the environment, a YAML file, the defaults, in this order of precedence."""
 
 import argparse
+import datetime
 import difflib
 import json
 import os
@@ -13,7 +14,13 @@ from typing import Any, NoReturn
 import shtab
 import yaml
 from pydantic import ValidationError
-from pydantic_settings import BaseSettings, CliSettingsSource, InitSettingsSource, PydanticBaseSettingsSource
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    EnvSettingsSource,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+)
 
 from miles_plugin.arguments import ENV_PREFIX, GROUPS, TrainConfig
 from mooncake_store.config import VARIABLES
@@ -23,6 +30,21 @@ _STORE = "mooncake_store_init_kwargs"
 # How --help shows the type of a flag's value.
 _METAVARS = {"dict[str,Any]": "JSON", "{Path,null}": "PATH", "Path": "PATH", "{str,null}": "NAME", "str": "NAME",
              "int": "N", "float": "X"}  # fmt: skip
+
+_WHOLE, _NUMBER, _TRUTH = "allowed: a whole number", "allowed: a number", "allowed: true or false"
+_QUOTES = "; in YAML put it in quotes"
+# What the settings library finds wrong, by its name for it, as what is allowed. Its own words name Python's types.
+_ALLOWED = {
+    "int_type": _WHOLE, "int_parsing": _WHOLE, "int_from_float": _WHOLE, "int_parsing_size": _WHOLE,
+    "float_type": _NUMBER, "float_parsing": _NUMBER, "finite_number": "allowed: a finite number",
+    "bool_type": _TRUTH, "bool_parsing": _TRUTH,
+    "string_type": f"allowed: text{_QUOTES}", "path_type": f"allowed: a path{_QUOTES}",
+    "dict_type": "allowed: a mapping of names to values",
+    "greater_than": "allowed: more than {gt}", "greater_than_equal": "allowed: {ge} or more",
+    "less_than": "allowed: less than {lt}", "less_than_equal": "allowed: {le} or less",
+    "literal_error": "allowed: {expected}",
+    "string_pattern_mismatch": "allowed: text of the form {pattern}",
+}  # fmt: skip
 
 
 class _Parser(argparse.ArgumentParser):
@@ -98,8 +120,12 @@ def load_config_and_origins(argv: Sequence[str]) -> tuple[TrainConfig, dict[str,
 
 
 def with_origins(message: str, origins: Mapping[str, str]) -> str:
-    """An error's message with where the settings that it names came from."""
-    named = [f"{name} from {origin}" for name, origin in origins.items() if re.search(rf"\b{name} ?=", message)]
+    """An error's message with where the settings that it names came from, unless it says that itself."""
+    named = [
+        f"{name} from {origin}"
+        for name, origin in origins.items()
+        if re.search(rf"\b{name} ?=", message) and f"(from {origin})" not in message
+    ]
     return f"{message} [{', '.join(named)}]" if named else message
 
 
@@ -139,16 +165,32 @@ def _check_json(argv: Sequence[str], environment: Mapping[str, str]) -> None:
         if field.annotation != dict[str, Any]:
             continue
         flag, variable = f"--{name.replace('_', '-')}", f"{ENV_PREFIX}{name.upper()}"
-        given = [(flag, value) for option, value in pairwise([*argv, ""]) if option == flag]
+        given = [(flag, text) for option, text in pairwise(argv) if option == flag and not text.startswith("-")]
         given += [(flag, option.partition("=")[2]) for option in argv if option.startswith(f"{flag}=")]
-        given += [(variable, environment[variable])] if variable in environment else []
+        given += [(variable, environment[variable])] if environment.get(variable) else []
         for origin, text in given:
             try:
-                value = json.loads(text)
+                value = json.loads(text, object_pairs_hook=_without_duplicates)
             except json.JSONDecodeError as error:
-                raise ConfigError(f"{origin}: not JSON at character {error.pos}: {error.msg}: {text!r}") from None
+                place = f"line {error.lineno}, column {error.colno}"
+                raise ConfigError(f"{origin}: not JSON at {place}: {error.msg}: {text!r}") from None
+            except _SetTwice as key:
+                raise ConfigError(f"{origin}={text!r}: {key} is set twice; keep one") from None
             if not isinstance(value, dict):
                 raise ConfigError(f"{origin}={text!r}: expected a JSON object, found {type(value).__name__}")
+
+
+class _SetTwice(Exception):
+    """A key that a JSON object has twice: the parser would silently take the last one's value."""
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise _SetTwice(repr(key))
+        found[key] = value
+    return found
 
 
 def _check_environment(environment: Iterable[str]) -> None:
@@ -179,12 +221,13 @@ def _merge(
             cls,
             settings_cls: type[BaseSettings],
             init_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-            env_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,  # noqa: ARG003
             dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
             file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
         ) -> tuple[PydanticBaseSettingsSource, ...]:
             yaml_settings = InitSettingsSource(settings_cls, from_yaml)
-            sources.update({"the command line": cli, "the environment": env_settings, yaml_name: yaml_settings})
+            environment = EnvSettingsSource(settings_cls, env_ignore_empty=True)
+            sources.update({"the command line": cli, "the environment": environment, yaml_name: yaml_settings})
             return tuple(sources.values())
 
     try:
@@ -193,16 +236,21 @@ def _merge(
         raise ConfigError("\n".join(_explain(item, sources) for item in error.errors())) from None
     values = dict(resolved)
     values[_STORE] = _environment_over_file(values[_STORE], sources, yaml_name)
-    return TrainConfig.model_construct(**values), _origins(sources)
+    return TrainConfig.model_construct(**values), _origins(sources, values[_STORE])
 
 
-def _origins(sources: Mapping[str, PydanticBaseSettingsSource]) -> dict[str, str]:
+def _origins(sources: Mapping[str, PydanticBaseSettingsSource], store: Mapping[str, Any]) -> dict[str, str]:
     found: dict[str, str] = {}
     for label, source in sources.items():  # the one that wins first
         for name, value in source().items():
             found.setdefault(name, label)
             for key in value if isinstance(value, dict) else ():
                 found.setdefault(key, label)
+    for name, variable in VARIABLES.items():  # what `store` leaves to the variable, or to the default
+        if store.get(name) is None:
+            found.pop(name, None)
+            if os.environ.get(variable, "").strip():
+                found[name] = f"environment variable {variable}"
     return found
 
 
@@ -225,7 +273,12 @@ def _explain(error: Any, sources: dict[str, PydanticBaseSettingsSource]) -> str:
     if error["type"] == "extra_forbidden":
         return f"unknown setting {name!r} in {origin}{_nearest(name, TrainConfig.model_fields)}"
     path = ".".join(map(str, error["loc"]))
-    return f"{path}={error['input']!r} from {origin}: {error['msg']}"
+    value = error["input"]
+    shown = value if isinstance(value, datetime.date) else repr(value)
+    context = error.get("ctx", {})
+    allowed = _ALLOWED.get(error["type"])
+    problem = allowed.format_map(context) if allowed else context.get("error", error["msg"])
+    return f"{path}={shown} from {origin}: {problem}"
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

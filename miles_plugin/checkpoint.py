@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -50,12 +51,16 @@ _SHARED_SETTINGS = (
 )  # fmt: skip
 
 
-# What may change, but makes the curve before and after one of two experiments.
+# What may change, but makes the curve before and after one of two experiments. The weights come from the checkpoint,
+# yet another hf_checkpoint may bring another tokenizer, and whoever names it may mean its weights.
 _EXPERIMENT = [
-    name
-    for group in (RewardArguments, RolloutArguments, TrainingArguments)
-    for name in group.model_fields
-    if name not in ("num_rollout", "eval_interval", *_SHARED_SETTINGS)
+    "hf_checkpoint",
+    *(
+        name
+        for group in (RewardArguments, RolloutArguments, TrainingArguments)
+        for name in group.model_fields
+        if name not in ("num_rollout", "eval_interval", *_SHARED_SETTINGS)
+    ),
 ]
 
 
@@ -91,10 +96,6 @@ class Resume:
     settings: Mapping[str, Any]
     report: Mapping[str, Any]
     model: Mapping[str, Any]
-
-    def is_in(self, directory: Path) -> bool:
-        """Whether this is a checkpoint of `directory`."""
-        return self.directory.resolve().parent == directory.resolve()
 
     def newest_version(self) -> int:
         """The highest policy version known to be used: the job may have gone on for a while after it saved."""
@@ -146,34 +147,49 @@ def changes(resume: Resume, config: TrainConfig, origins: Mapping[str, str]) -> 
     return [
         f"{name} {before[name]!r} -> {now[name]!r} (from {origins.get(name, 'the defaults')})"
         for name in _EXPERIMENT
-        if name in before and before[name] != now[name]
+        if name in before and not _same(name, before[name], now[name])
     ]
 
 
+def _same(name: str, before: Any, now: Any) -> bool:
+    if name == "hf_checkpoint" and before and now:
+        return Path(before).resolve() == Path(now).resolve()
+    return bool(before == now)
+
+
 def check_save(config: TrainConfig) -> None:
-    """Refuse a `--save` directory that holds another run's checkpoints, or that cannot be written (ConfigError)."""
+    """Refuse a `--save` directory with checkpoints that would be replaced, or that cannot be written (ConfigError)."""
     if config.save is None:
         return
-    loaded = config.load is not None and (
-        config.save.resolve() == config.load.resolve()
-        or (config.save.resolve() == config.load.resolve().parent and (config.load / _JOB).is_file())
-    )
-    if (config.save / LATEST).exists() and not loaded:
+    check_writable("save", config.save)
+    save, load = config.save.resolve(), config.load.resolve() if config.load else None
+    loaded = load.name if load is not None and load.parent == save and (load / _JOB).is_file() else None
+    if (save / LATEST).exists() and load != save and loaded is None:
         raise ConfigError(
             f"save={config.save} holds the checkpoints of another run; resume it with --load {config.save}, or name "
             "another directory"
         )
-    check_writable("save", config.save)
+    if loaded and (later := [name for name in _complete(save) if name > loaded]):
+        raise ConfigError(
+            f"load={config.load}: save={config.save} holds later checkpoints, which this job would replace: "
+            f"{', '.join(later)}; name another --save directory, or go on from the newest with --load {config.save}"
+        )
     if (config.save / _LOCK).exists():
         with _locked(config.save):
             pass
 
 
 def check_writable(setting: str, directory: Path) -> None:
-    """Raise ConfigError unless `directory` can be made, or is there and can be written."""
-    there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"{setting}={directory}: {there} is no directory that can be written; name another")
+    """Raise ConfigError unless `directory` can be made, or is there and can be written. Leaves nothing behind."""
+    there = directory.absolute()
+    try:
+        there = next(path for path in (there, *there.parents) if path.exists())
+        with tempfile.TemporaryDirectory(prefix=".miles-mooncake-", dir=there):  # permissions do not tell of /proc
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{setting}={directory}: {there} is no directory that can be written ({error.strerror}); name another"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -207,11 +223,6 @@ def _locked(save: Path) -> Iterator[None]:
         yield
 
 
-def rewind(resume: Resume) -> None:
-    """Make the checkpoint that a run goes on from the newest one of its directory; later ones will be replaced."""
-    _point_to(resume.directory)
-
-
 def begin(save: Path, number: int) -> Path:
     """An empty directory for the trainers' state of checkpoint `number`; `commit` makes it a checkpoint."""
     partial = save / f"{name_of(number)}.partial"
@@ -228,7 +239,7 @@ def commit(partial: Path, progress: Progress, config: TrainConfig, report: Mappi
     job = {"format": FORMAT, "settings": settings, "progress": asdict(progress), "model": _shape(Path(progress.policy))}
     _write(partial / _JOB, json.dumps(job, indent=1))
     _sync_directory(partial)
-    if final.exists():  # of a run before it was rewound
+    if final.exists():  # of a run that was killed before it called this the newest
         shutil.rmtree(final)
     partial.rename(final)
     _point_to(final)
@@ -245,12 +256,19 @@ def _point_to(newest: Path) -> None:
 def _latest_number(directory: Path) -> int:
     text = (directory / LATEST).read_text(errors="replace").strip()
     if not text.isdecimal() or len(text) > 7 or not (directory / name_of(int(text)) / _JOB).is_file():
-        there = ", ".join(sorted(entry.name for entry in directory.glob("iter_*") if (entry / _JOB).is_file()))
+        there = ", ".join(_complete(directory))
         raise ConfigError(
             f"load={directory}: {LATEST} says {text!r:.40}, which is no complete checkpoint; there are: "
             f"{there or 'none'}; give one of them as --load {directory}/iter_..."
         )
     return int(text)
+
+
+def _complete(directory: Path) -> list[str]:
+    """Names of the complete checkpoints of a directory, the oldest first."""
+    return sorted(
+        path.name for path in directory.glob("iter_*") if _NAME.fullmatch(path.name) and (path / _JOB).is_file()
+    )
 
 
 def _read(directory: Path) -> Resume:

@@ -6,6 +6,7 @@ does not answer; 130 Ctrl-C.
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
@@ -33,6 +34,24 @@ class Command:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status. Signals are the caller's: see `__main__.py`."""
+    try:
+        return _run(argv)
+    finally:
+        _print("", end="")  # what argparse has printed
+
+
+def _print(text: str, end: str = "\n") -> None:
+    """Print and write it out, or exit with status 1: at the interpreter's end a failure would be a traceback."""
+    try:
+        print(text, end=end, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter would try again
+        if not isinstance(error, BrokenPipeError):  # e.g. `| head`
+            print(f"{PROG}: standard output: {error.strerror}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def _run(argv: Sequence[str] | None) -> int:
     arguments, rest = _top_parser().parse_known_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     from miles_plugin.checkpoint import AlreadyDone
@@ -49,8 +68,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{PROG}: interrupted; everything it started has been stopped", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # e.g. `| head`
-        return 1
     return 0
 
 
@@ -90,7 +107,7 @@ def _train(argv: Sequence[str]) -> None:
         if config.dry_run:
             with redirect_stdout(sys.stderr):  # a user's module may print when it is imported
                 plan = check(config)
-            print(describe(config, plan, origins))
+            _print(describe(config, plan, origins))
         else:
             train(config, origins)
     except ConfigError as error:
@@ -110,7 +127,7 @@ def _report(argv: Sequence[str]) -> None:
     from miles_plugin.report.files import redraw
 
     for path in redraw(_report_parser().parse_args(argv).directory):
-        print(path)
+        _print(str(path))
 
 
 def _completion_parser() -> argparse.ArgumentParser:
@@ -125,7 +142,7 @@ def _completion_parser() -> argparse.ArgumentParser:
 
 
 def _completion(argv: Sequence[str]) -> None:
-    print(shtab.complete(full_parser(), _completion_parser().parse_args(argv).shell))
+    _print(shtab.complete(full_parser(), _completion_parser().parse_args(argv).shell))
 
 
 COMMANDS = {

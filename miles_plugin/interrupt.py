@@ -4,11 +4,13 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from types import FrameType
+from typing import NoReturn
 
 _in_order = False
-_received = 0
+_handled = False
 
 
 def install() -> None:
@@ -16,10 +18,16 @@ def install() -> None:
 
     Not by KeyboardInterrupt: in the midst of an import, native code may answer an exception with abort().
     """
-    signal.signal(signal.SIGINT, _handle)
-    signal.signal(signal.SIGTERM, _handle)
+    handled = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
-        signal.signal(signal.SIGHUP, _handle)  # the terminal is gone
+        handled.append(signal.SIGHUP)  # the terminal is gone
+    arrived, arrives = os.pipe()
+    os.set_blocking(arrives, False)
+    signal.set_wakeup_fd(arrives, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # the child's signals are not ours
+    for number in handled:
+        signal.signal(number, _handle)
+    threading.Thread(target=_end_at_the_second, args=(arrived, set(handled)), name="signals", daemon=True).start()
 
 
 @contextlib.contextmanager
@@ -34,12 +42,24 @@ def in_order() -> Iterator[None]:
 
 
 def _handle(_signal: int, _frame: FrameType | None) -> None:
-    global _received
-    _received += 1
-    if _in_order and _received == 1:
+    global _handled
+    if _in_order and not _handled:
+        _handled = True
         with contextlib.suppress(OSError):  # a terminal that hung up
             os.write(sys.stderr.fileno(), b"\nmiles-mooncake: stopping; once more ends everything at once\n")
         raise KeyboardInterrupt
+    _end_at_once()
+
+
+def _end_at_the_second(arrived: int, handled: set[int]) -> None:
+    """Count the signals as they arrive: while the main thread is in native code, its handler sees several as one."""
+    count = 0
+    while count < 2:
+        count += os.read(arrived, 1)[0] in handled
+    _end_at_once()
+
+
+def _end_at_once() -> NoReturn:
     try:
         kill_descendants()
     finally:  # psutil may be missing, or be what is being imported: then nothing has been started yet

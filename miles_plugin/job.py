@@ -114,8 +114,6 @@ def _begin_arm(
     parts.each("update_weights", parts.manager)
     if resume is not None:
         arm = report.arms[reward]
-        if config.save is not None and resume.is_in(config.save):
-            checkpoint.rewind(resume)
         observer.message(f"{reward} reward: resumed after {len(arm.steps)} rollouts from {resume.directory}")
     else:
         arm = report.arms[reward] = Arm(reward, parts.managed("evaluate"))

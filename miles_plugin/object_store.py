@@ -22,8 +22,7 @@ def open_rollout_store(
 ) -> ObjectStore:
     """Join the run's object store.
 
-    `mooncake_store_init_kwargs` and `mooncake_replica_num` say nothing to the ray backend, so a configuration may
-    keep them while it runs on Ray.
+    `mooncake_store_init_kwargs` says nothing to the ray backend, so a configuration may keep it while it runs on Ray.
 
     Args:
         config: the job's settings.

@@ -203,7 +203,9 @@ class Parts:
 
         cause = getattr(error, "cause", None) or error  # Ray wraps what a part raised
         self._watch.check()
-        self._check_engines(_DYING_SECONDS if isinstance(cause, EngineError) else 0.0)
+        # Of an engine that dies its requests and the trainers' process group may fail before it has ended.
+        second_hand = isinstance(cause, EngineError | RuntimeError)
+        self._check_engines(_DYING_SECONDS if second_hand else 0.0)
         if isinstance(error, ray.exceptions.RayActorError):
             raise self._ended(part) from error
         if isinstance(cause, ConfigError):

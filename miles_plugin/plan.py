@@ -85,6 +85,11 @@ def processes(config: TrainConfig, plan: Plan) -> list[PlannedProcess]:
     return planned
 
 
+def weight_files(checkpoint: Path) -> list[Path]:
+    """The files of weights in a Hugging Face checkpoint directory; the older form counts where there is no other."""
+    return [*checkpoint.glob("*.safetensors")] or [*checkpoint.glob("pytorch_model*.bin")]
+
+
 def check_memory(config: TrainConfig, plan: Plan) -> None:
     """Raise ConfigError when the job as a whole needs more memory than this machine or its cgroup has."""
     planned, limit = processes(config, plan), memory_limit()
@@ -106,7 +111,7 @@ def describe(config: TrainConfig, plan: Plan, origins: Mapping[str, str] | None 
     planned = processes(config, plan)
     facts = _facts(config, plan)
     if plan.resume is not None and (changed := changes(plan.resume, config, origins or {})):
-        facts["changed since"] = ", ".join(changed)
+        facts[f"changed since {plan.resume.directory.name}"] = ", ".join(changed)
     store = _store_settings(config, plan)
     if config.log_format == "json":
         return json.dumps(
@@ -188,7 +193,7 @@ def _text(facts: dict[str, Any], store: dict[str, dict[str, Any]], planned: Iter
 def _checkpoint_bytes(path: Path | None) -> int:
     if path is None:
         return _TINY_CHECKPOINT_BYTES
-    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    return sum(file.stat().st_size for file in weight_files(path))
 
 
 def _gb(nbytes: int) -> str:

@@ -9,13 +9,16 @@ from miles_plugin.checkpoint import check_save, check_writable, find
 from miles_plugin.cluster import NodeSpec
 from miles_plugin.engines.routed_experts import check_routed_experts
 from miles_plugin.object_store import open_rollout_store
-from miles_plugin.plan import PENDING_MASTER, Plan, check_memory
+from miles_plugin.plan import PENDING_MASTER, Plan, check_memory, weight_files
 from miles_plugin.report.observers import check_tracking
 from miles_plugin.rollout.check import check_data
-from mooncake_store.client import load_mooncake
+from mooncake_store.client import Limits, load_mooncake, probe_metadata
 from mooncake_store.config import MASTER_VARIABLE, MISTAKEN_MASTER_VARIABLE, fit_to_host, resolve
 from mooncake_store.errors import ConfigError
 from mooncake_store.master import find_master
+
+# Of a tokenizer the file that has its tokens. Without any of them transformers makes one that knows none.
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json")
 
 
 def check(config: TrainConfig) -> Plan:
@@ -33,6 +36,7 @@ def check(config: TrainConfig) -> Plan:
     own_master = _check_store(config)
     _check_packages()
     check_tracking(config)
+    _check_cache(config)
     check_data(config, resume.progress.manager if resume else None)
     check_routed_experts(config)
     gpus = _visible_gpus()
@@ -61,9 +65,9 @@ def check(config: TrainConfig) -> Plan:
 def check_report(config: TrainConfig) -> None:
     """Refuse a `--report` directory that holds another run's report, or that cannot be written (ConfigError)."""
     directory = (config.report or Path("runs") / (config.run_id or "new")).absolute()
+    check_writable("report", directory)
     if (directory / "report.json").exists():
         raise ConfigError(f"report={directory} holds the report of another run; name another directory or remove it")
-    check_writable("report", directory)
 
 
 def _check_layout(config: TrainConfig) -> None:
@@ -78,6 +82,11 @@ def _check_layout(config: TrainConfig) -> None:
 def _check_store(config: TrainConfig) -> bool:
     """Whether the job must start a master of its own; a given one is joined and left again."""
     if config.object_store_backend != "mooncake":
+        if config.mooncake_replica_num > 1:
+            raise ConfigError(
+                f"mooncake_replica_num={config.mooncake_replica_num}: object_store_backend="
+                f"{config.object_store_backend} keeps one copy; set object_store_backend to mooncake, or leave it out"
+            )
         return False
     kwargs = config.mooncake_store_init_kwargs
     named = kwargs.get("master_server_address") is not None or os.environ.get(MASTER_VARIABLE, "").strip()
@@ -90,6 +99,7 @@ def _check_store(config: TrainConfig) -> bool:
         _check_own_segment(config, resolved.global_segment_size)
         load_mooncake()
         find_master()
+        probe_metadata(resolved, Limits().probe)
     else:
         # What accepts a connection may still be no master; joining shows it, and lends no memory.
         open_rollout_store(config, None, "preflight", contribute_segment=False).close()
@@ -136,9 +146,27 @@ def _check_learning_rate(config: TrainConfig) -> None:
 def _check_checkpoint(config: TrainConfig) -> None:
     if config.tiny_num_experts == 1:
         raise ConfigError("tiny_num_experts=1: each token goes to two experts; set 0 (dense), or 2 and more")
-    path = config.hf_checkpoint
-    if path is not None and not (path / "config.json").is_file():
-        raise ConfigError(f"hf_checkpoint={path}: no config.json there; give a local Hugging Face checkpoint directory")
+    if config.hf_checkpoint is not None and (missing := _missing_files(config.hf_checkpoint)):
+        raise ConfigError(
+            f"hf_checkpoint={config.hf_checkpoint}: no {' and no '.join(missing)} there; give a complete local Hugging "
+            "Face checkpoint directory"
+        )
+
+
+def _missing_files(checkpoint: Path) -> list[str]:
+    """What a Hugging Face checkpoint directory lacks of configuration, weights and tokenizer."""
+    parts = {
+        "config.json": (checkpoint / "config.json").is_file(),
+        "weights (*.safetensors or pytorch_model*.bin)": bool(weight_files(checkpoint)),
+        f"tokenizer ({', '.join(_VOCABULARIES)})": any(any(checkpoint.glob(name)) for name in _VOCABULARIES),
+    }
+    return [part for part, there in parts.items() if not there]
+
+
+def _check_cache(config: TrainConfig) -> None:
+    from miles_plugin.training.warm_start import check_cache
+
+    check_cache(config)
 
 
 def _check_packages() -> None:

@@ -41,11 +41,26 @@ def is_host(text: str) -> bool:
     return True
 
 
-def resolves(host: str) -> bool:
-    """Whether the name `host` leads to an address, found out within LOOKUP_SECONDS."""
+def not_of_this_host(host: str) -> str | None:
+    """Why the name or address `host` is none of this host's, found out within LOOKUP_SECONDS; None when it is one."""
     try:
-        return bool(bounded(lambda: socket.getaddrinfo(host, None), LOOKUP_SECONDS, "name lookup"))
+        found = bounded(lambda: socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM), LOOKUP_SECONDS, "name lookup")
     except (OSError, UnicodeError):  # UnicodeError: an empty or overlong label
+        found = None
+    if not found:
+        return "this name has no address here"
+    if any(_can_bind(family, address) for family, *_, address in found):
+        return None
+    addresses = ", ".join(sorted({str(address[0]) for *_, address in found}))
+    return f"{addresses} is no address of this host"
+
+
+def _can_bind(family: int, address: tuple[object, ...]) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(address)
+        return True
+    except OSError:
         return False
 
 

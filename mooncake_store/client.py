@@ -167,7 +167,8 @@ class MooncakeClient:
             MissingDependency, ConfigError: see `load_mooncake`.
         """
         limits = limits or Limits()
-        _probe(config, limits.probe)
+        probe_master(config.master_server_address, limits.probe, config.settings["master_server_address"].source)
+        probe_metadata(config, limits.probe)
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         module = load_mooncake()
@@ -450,8 +451,8 @@ def _location(descriptors: Iterable[Any]) -> Location | None:
     return None
 
 
-def _probe(config: MooncakeConfig, seconds: float) -> None:
-    probe_master(config.master_server_address, seconds, config.settings["master_server_address"].source)
+def probe_metadata(config: MooncakeConfig, seconds: float) -> None:
+    """Raise StoreUnavailable if the settings name a metadata server and none accepts a connection in `seconds`."""
     if config.metadata_server != P2P_METADATA:
         reasons = unreachable(config.metadata_server, seconds)
         if reasons is not None:

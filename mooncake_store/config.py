@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from mooncake_store.addresses import address_towards, endpoints, is_host, resolves
+from mooncake_store.addresses import address_towards, endpoints, is_host, not_of_this_host
 from mooncake_store.errors import ConfigError
 from mooncake_store.memory import memory_limit
 
@@ -214,7 +214,7 @@ def fit_to_host(config: MooncakeConfig, contributes: bool, root: Path = Path("/"
         root: directory under which proc/ and sys/ are read.
 
     Raises:
-        ConfigError: more memory than there is, or a local_hostname without an address.
+        ConfigError: more memory than there is, or a local_hostname that is no name or address of this host.
     """
     hostname, segment, buffers = (
         config.settings[name] for name in ("local_hostname", "global_segment_size", "local_buffer_size")
@@ -230,8 +230,11 @@ def fit_to_host(config: MooncakeConfig, contributes: bool, root: Path = Path("/"
     if config.local_buffer_size > left and buffers.source != DEFAULT:
         beside = f" beside a segment of {lent} bytes" if lent else ""
         raise buffers.complain(f"allowed: at most {left} bytes{beside} ({limit.nbytes} bytes: {limit.source})")
-    if hostname.source != NODE and not resolves(config.local_hostname):
-        raise hostname.complain("this name has no address here; allowed: a name or address that other hosts can reach")
+    if hostname.source != NODE and (reason := not_of_this_host(config.local_hostname)):
+        raise hostname.complain(
+            f"{reason}; allowed: a name or address of this host that other hosts can reach, or leave it out, which "
+            "takes the node's own on every node"
+        )
     return replace(config, local_buffer_size=min(config.local_buffer_size, left))
 
 

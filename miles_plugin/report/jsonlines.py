@@ -14,8 +14,9 @@ Keys are never renamed or removed, others may be added. By event:
                    grad_norm, samples, tokens, tokens_per_second (generated), trained_tokens_per_second,
                    seconds and nbytes (by phase), sample_versions (strings), served_version (null: no update),
                    version_lag, eta_seconds (until the run is done)
-    run_finished   status ("finished", or "stopped: ..."), seconds_total, summary (by arm: initial_accuracy,
-                   final_accuracy, rise, steps, digests_equal), files (of the report, those that exist)
+    run_finished   status ("finished", or "stopped: ..."), seconds_total (with the runs it goes on from), summary (by
+                   arm: initial_accuracy, final_accuracy, rise, steps, digests_equal), files (of the report, those that
+                   exist)
 """
 
 import json

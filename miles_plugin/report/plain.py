@@ -28,10 +28,10 @@ class PlainLines(Observer):
             claimed = ClaimedStdout(sys.stdout.encoding or "utf-8")
             stream, self._release = claimed.stream, claimed.release
         self._stream = stream
-        self._directory = Path()
+        self._directory, self._seconds_before = Path(), 0.0
 
     def run_started(self, report: Report, directory: Path) -> None:
-        self._directory = directory
+        self._directory, self._seconds_before = directory, report.seconds_total
         self._pace = Pace(report.config)
         self.message(run_line(report, directory))
 
@@ -48,7 +48,7 @@ class PlainLines(Observer):
 
     def run_finished(self, report: Report) -> None:
         try:
-            for line in closing_lines(report, self._directory):
+            for line in closing_lines(report, self._directory, self._seconds_before):
                 self.message(line)
         finally:
             self._release()
@@ -80,8 +80,11 @@ def versions(step: Step) -> str:
     return f"v{made}" if step.served_version is None else f"v{made}>{step.served_version}"
 
 
-def closing_lines(report: Report, directory: Path) -> list[str]:
-    """How the run ended: each arm's outcome, and which of the report's files there are."""
+def closing_lines(report: Report, directory: Path, seconds_before: float) -> list[str]:
+    """How the run ended: each arm's outcome, and which of the report's files there are.
+
+    seconds_before: of `report.seconds_total`, those of the runs that this one goes on from.
+    """
     lines = [
         f"{arm.reward} reward: held-out accuracy {arm.initial_accuracy:.3f} -> {arm.final_accuracy():.3f} "
         f"({arm.final_accuracy() - arm.initial_accuracy:+.3f}), digests {'equal' if arm.digests_equal() else 'DIFFER'}"
@@ -91,7 +94,10 @@ def closing_lines(report: Report, directory: Path) -> list[str]:
     files = [directory / f"report.{suffix}" for suffix in ("json", "png", "html")]
     written = ", ".join(str(path) for path in files if path.exists())
     ended = "finished" if report.status == "finished" else "stopped"
-    return [*lines, f"{ended} after {units.seconds(report.seconds_total)}: {written or 'no report was written'}"]
+    took = units.seconds(report.seconds_total - seconds_before)
+    if seconds_before:
+        took += f" ({units.seconds(report.seconds_total)} with what it goes on from)"
+    return [*lines, f"{ended} after {took}: {written or 'no report was written'}"]
 
 
 def _phase(step: Step, phase: str) -> str:

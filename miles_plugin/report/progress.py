@@ -45,7 +45,7 @@ class LiveProgress(Observer):
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False)
         self._state: _State | None = None
-        self._directory = Path()
+        self._directory, self._seconds_before = Path(), 0.0
         self._log_streams: list[logging.StreamHandler[TextIO]] = []
         self._live = Live(
             console=self._console,
@@ -56,7 +56,7 @@ class LiveProgress(Observer):
         )
 
     def run_started(self, report: Report, directory: Path) -> None:
-        self._directory, self._state = directory, _State(report)
+        self._directory, self._state, self._seconds_before = directory, _State(report), report.seconds_total
         self._say(run_line(report, directory))
         atexit.register(self._stop)
         self._live.start()
@@ -84,7 +84,7 @@ class LiveProgress(Observer):
             self._state.phase_started(report.status)
             self._state.over = True
         self._stop()
-        for line in closing_lines(report, self._directory):
+        for line in closing_lines(report, self._directory, self._seconds_before):
             self._say(line)
 
     def _say(self, text: str) -> None:

@@ -1,5 +1,6 @@
 """The user's own functions: found by a dotted path, and reported by name when they fail."""
 
+import asyncio
 import difflib
 import importlib
 import inspect
@@ -66,7 +67,10 @@ async def call_function(function: Callable[..., Any], where: str, *arguments: An
     try:
         returned = function(*arguments, **options)
         return await returned if inspect.isawaitable(returned) else returned
-    except (Exception, SystemExit, KeyboardInterrupt) as error:  # they would end the actor without a word
+    except BaseException as error:  # also SystemExit, which would end the actor without a word
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise  # by the caller, not by the function
         raise CustomFunctionError(f"{where}: {describe(error, function)}") from error
     finally:
         del _running[call]

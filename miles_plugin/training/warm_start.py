@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from miles_plugin.arguments import PolicyArguments, TrainConfig
+from miles_plugin.checkpoint import check_writable
 from miles_plugin.rollout.prompts import Item
 from miles_plugin.rollout.task import Task
 from miles_plugin.training.tiny_policy import build_model, build_tokenizer, save_checkpoint
@@ -48,7 +49,7 @@ def warm_started_checkpoint(
     Raises:
         WarmStartError: it did not within `warm_start_max_steps`.
     """
-    cached = config.cache_dir / "warm-start" / _cache_key(config)
+    cached = _cached(config)
     if (summary := _cached_summary(cached)) is not None:
         report(f"warm start: accuracy {summary['accuracy']:.2f} after {summary['steps']} steps, cached in {cached}")
         return cached
@@ -68,6 +69,16 @@ def warm_started_checkpoint(
         return cached
     shutil.rmtree(cached, ignore_errors=True)
     return partial.rename(cached)
+
+
+def check_cache(config: TrainConfig) -> None:
+    """Raise ConfigError if a tiny policy must be made and `cache_dir` cannot keep it."""
+    if config.hf_checkpoint is None and _cached_summary(_cached(config)) is None:
+        check_writable("cache_dir", config.cache_dir)
+
+
+def _cached(config: TrainConfig) -> Path:
+    return config.cache_dir / "warm-start" / _cache_key(config)
 
 
 def _cached_summary(cached: Path) -> dict[str, float] | None:

@@ -55,7 +55,7 @@ def test_a_listener_that_is_no_master(tmp_path: Path, marked: Marked) -> None:
         ([*MOONCAKE, '{"protocl": "tcp"}'], "did you mean 'protocol'"),
         ([*MOONCAKE, '{"protocol": "tcp", "global_segment_size": "9000gb"}'], "MemTotal"),
         ([*MOONCAKE, '{"protocol": "rdma"}'], "no RDMA device.*protocol from the command line"),
-        ([*MOONCAKE, '{"protocol": "tcp",'], "not JSON at character 19"),
+        ([*MOONCAKE, '{"protocol": "tcp",'], "not JSON at line 1, column 20"),
     ],
 )
 def test_a_wrong_setting(arguments: list[str], expected: str, tmp_path: Path, marked: Marked) -> None:

@@ -63,6 +63,18 @@ def test_an_error_found_later_says_where_its_settings_came_from(
     assert with_origins("nothing named", origins) == "nothing named"
 
 
+def test_where_a_setting_of_the_store_came_from_is_said_once(yaml_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONCAKE_PROTOCOL", "rdma")
+    monkeypatch.setenv("MOONCAKE_GLOBAL_SEGMENT_SIZE", "0")
+    argv = ["--config", str(yaml_file), "--mooncake-store-init-kwargs", '{"device_name": null}']
+    _, origins = load_config_and_origins(argv)
+    said = "protocol = 'rdma' (from environment variable MOONCAKE_PROTOCOL): no"
+    assert with_origins(said, origins) == said
+    assert with_origins("device_name = '' (from default): no", origins) == "device_name = '' (from default): no"
+    variable = "environment variable MOONCAKE_GLOBAL_SEGMENT_SIZE"
+    assert with_origins("global_segment_size=0: no", origins).endswith(f"[global_segment_size from {variable}]")
+
+
 def test_defaults_are_those_of_miles() -> None:
     config = load_config([])
     assert config.object_store_backend == "ray"
@@ -87,21 +99,42 @@ def test_what_was_resolved_reads_back_the_same(yaml_file: Path, tmp_path: Path) 
         (["--lr", "fast"], "", {}, ["lr", "'fast'", "command line", "number"]),
         ([], "lr: fast", {}, ["lr", "'fast'", "job.yaml", "number"]),
         ([], "", {"LR": "fast"}, ["lr", "'fast'", "environment", "number"]),
-        (["--num-rollout", "0"], "", {}, ["num_rollout", "'0'", "greater than or equal to 1"]),
-        (["--mooncake-replica-num", "0"], "", {}, ["mooncake_replica_num", "greater than or equal to 1"]),
+        (["--num-rollout", "0"], "", {}, ["num_rollout", "'0'", "allowed: 1 or more"]),
+        (["--mooncake-replica-num", "0"], "", {}, ["mooncake_replica_num", "allowed: 1 or more"]),
         (["--object-store-backend", "redis"], "", {}, ["object_store_backend", "'redis'", "'ray'", "'mooncake'"]),
         (["--update-weight-buffer-size", "many"], "", {}, ["update_weight_buffer_size", "'many'", "command line"]),
-        (["--mooncake-store-init-kwargs", '{"protocol": tcp}'], "", {}, ["--mooncake-store-init-kwargs", "13"]),
+        (
+            ["--mooncake-store-init-kwargs", '{"protocol": tcp}'],
+            "",
+            {},
+            ["--mooncake-store-init-kwargs", "line 1, column 14"],
+        ),
+        (["--task-kwargs", '{"a":\n}'], "", {}, ["--task-kwargs", "line 2, column 1"]),
+        (["--task-kwargs", '{"a": 1, "a": 2}'], "", {}, ["--task-kwargs=", "'a' is set twice; keep one"]),
+        ([], "", {"TASK_KWARGS": '{"x": {"a": 1, "a": 1}}'}, ["MILES_MOONCAKE_TASK_KWARGS=", "'a' is set twice"]),
+        (["--mooncake-store-init-kwargs", "--dry-run"], "", {}, ["init-kwargs: expected one argument"]),
+        (["--dry-run", "--task-kwargs"], "", {}, ["--task-kwargs: expected one argument"]),
+        ([], "num_rollout: true", {}, ["num_rollout=True", "job.yaml", "allowed: a number"]),
+        ([], "lr: yes", {}, ["lr=True", "job.yaml", "allowed: a number"]),
+        ([], "update_weight_buffer_size: true", {}, ["update_weight_buffer_size=True", "allowed: a number"]),
         (["--task-kwargs", "[1]"], "", {}, ["--task-kwargs", "JSON object", "list"]),
-        ([], "", {"TASK_KWARGS": "{"}, ["MILES_MOONCAKE_TASK_KWARGS", "character 1"]),
+        ([], "", {"TASK_KWARGS": "{"}, ["MILES_MOONCAKE_TASK_KWARGS", "line 1, column 2"]),
         ([], "", {"NUM_ROLOUT": "3"}, ["MILES_MOONCAKE_NUM_ROLOUT", "did you mean MILES_MOONCAKE_NUM_ROLLOUT?"]),
         ([], "1: 2", {}, ["job.yaml", "the key 1"]),
         ([], "- 1", {}, ["job.yaml", "mapping", "list"]),
         ([], "a: [", {}, ["job.yaml", "not YAML"]),
         (["--run-id", "../up"], "", {}, ["run_id", "'../up'"]),
         (["--seed"], "", {}, ["--seed", "expected one argument"]),
-        (["--lr", "inf"], "", {}, ["lr", "'inf'", "finite number"]),
+        (["--lr", "inf"], "", {}, ["lr", "'inf'", "allowed: a finite number"]),
         ([], "clip_grad: .nan", {}, ["clip_grad", "finite number"]),
+        ([], "save: 3", {}, ["save=3 from ", "job.yaml: allowed: a path; in YAML put it in quotes"]),
+        ([], "run_id: 2026-01-02", {}, ["run_id=2026-01-02 from ", "allowed: text; in YAML put it in quotes"]),
+        ([], "task_kwargs: 3", {}, ["task_kwargs=3 from ", "allowed: a mapping of names to values"]),
+        ([], "dry_run: maybe", {}, ["dry_run='maybe'", "allowed: true or false"]),
+        (["--num-rollout", "1.5"], "", {}, ["num_rollout='1.5'", "allowed: a whole number"]),
+        (["--warm-start-accuracy", "1"], "", {}, ["warm_start_accuracy='1'", "allowed: less than 1.0"]),
+        (["--held-out-size", "20000"], "", {}, ["held_out_size='20000'", "allowed: 16384 or less"]),
+        (["--lr", "0"], "", {}, ["lr='0'", "allowed: more than 0"]),
         (["--save", ""], "", {}, ["save", "the path is empty"]),
         (["--num-rollout", "3", "5"], "", {}, ["stray value '5' after --num-rollout, which takes one value"]),
         (["--seed", "5", "--num-rollout=3", "5"], "", {}, ["stray value '5' after --num-rollout,"]),
@@ -127,6 +160,26 @@ def test_a_mistake_is_named_with_its_source(
         load_config(["--config", str(tmp_path / "job.yaml"), *argv])
     for words in expected:
         assert words in str(caught.value)
+
+
+def test_no_word_of_the_settings_library_is_left(tmp_path: Path) -> None:
+    """For each setting, values that no setting of its type takes."""
+    for name in TrainConfig.model_fields:
+        for value in ("{1: 2}", "[]", "2026-01-02", ".inf", "-1e30"):
+            (tmp_path / "job.yaml").write_text(f"{name}: {value}")
+            said = ""
+            try:
+                load_config(["--config", str(tmp_path / "job.yaml")])
+            except ConfigError as error:
+                said = str(error)
+            assert not re.search(r"Input should|Value error|class |datetime|valid ", said)
+
+
+def test_an_empty_variable_counts_as_not_set(yaml_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = load_config(["--config", str(yaml_file)])
+    for name in TrainConfig.model_fields:
+        monkeypatch.setenv(f"MILES_MOONCAKE_{name.upper()}", "")
+    assert load_config(["--config", str(yaml_file)]) == expected
 
 
 def test_a_missing_file_is_named() -> None:

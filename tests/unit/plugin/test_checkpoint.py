@@ -72,9 +72,9 @@ def test_a_job_that_restarts_itself_begins_when_nothing_was_saved_yet(tmp_path: 
 
 
 @pytest.mark.parametrize("killed_before", ["_write", "rename", "_sync_directory"])
-@pytest.mark.parametrize("rewound", [False, True])
+@pytest.mark.parametrize("again", [False, True])
 def test_a_crash_at_any_moment_leaves_the_checkpoint_before(
-    killed_before: str, rewound: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    killed_before: str, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process dies before the n-th call of each kind: what is found is complete, the old one or the new one."""
 
@@ -96,11 +96,9 @@ def test_a_crash_at_any_moment_leaves_the_checkpoint_before(
     for survives in range(10):
         directory = tmp_path / str(survives)
         save(directory, 2)
-        if rewound:  # and reaches again what it had saved before
+        if again:  # the one before it was killed in the same way
             save(directory, 4)
-            earlier = checkpoint.find(config("--load", str(directory / "iter_0000002")))
-            assert earlier is not None
-            checkpoint.rewind(earlier)
+            (directory / checkpoint.LATEST).write_text("2\n")
         with monkeypatch.context() as patch:
             patch.setattr(owner, killed_before, dying(getattr(owner, killed_before), survives))
             try:
@@ -120,19 +118,15 @@ def test_a_crash_at_any_moment_leaves_the_checkpoint_before(
     assert seen == {2, 4}
 
 
-def test_a_run_resumed_earlier_replaces_the_later_checkpoints_it_reaches(tmp_path: Path) -> None:
-    save(tmp_path, 2)
-    save(tmp_path, 4)
-    resume = checkpoint.find(config("--load", str(tmp_path / "iter_0000002")))
-    assert resume is not None
-    checkpoint.rewind(resume)
-    resume = checkpoint.find(config("--load", str(tmp_path)))
-    assert resume is not None
-    assert resume.progress.rollouts_done == 2
-    save(tmp_path, 4, version=9)
-    resume = checkpoint.find(config("--load", str(tmp_path)))
-    assert resume is not None
-    assert resume.progress.version == 9
+def test_what_a_run_resumed_earlier_would_replace_is_refused(tmp_path: Path) -> None:
+    first, second = save(tmp_path / "ck", 2), save(tmp_path / "ck", 4)
+    checkpoint.begin(tmp_path / "ck", 6)  # half a checkpoint is nothing to keep
+    expected = r"load=.*iter_0000002: save=.*: iter_0000004; name another --save.*--load .*ck$"
+    with pytest.raises(ConfigError, match=expected):
+        checkpoint.check_save(config("--load", str(first), "--save", str(tmp_path / "ck")))
+    checkpoint.check_save(config("--load", str(first), "--save", str(tmp_path / "elsewhere")))
+    for load in (second, tmp_path / "ck"):
+        checkpoint.check_save(config("--load", str(load), "--save", str(tmp_path / "ck")))
 
 
 def test_versions_continue_above_what_was_used_after_the_checkpoint(tmp_path: Path) -> None:
@@ -272,12 +266,19 @@ def test_a_damaged_directory_is_named_with_the_next_step(
     assert expected in str(caught.value)
 
 
-def test_a_policy_of_another_shape_is_refused_and_one_that_moved_is_not(tmp_path: Path) -> None:
+def test_a_policy_of_another_shape_is_refused_and_another_one_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started_from = make_policy(tmp_path / "policy", num_hidden_layers=2, transformers_version="5.0")
     saved = save(tmp_path / "saved", 2, ("--hf-checkpoint", str(started_from)))
+    monkeypatch.chdir(tmp_path)
     moved = make_policy(tmp_path / "moved", num_hidden_layers=2, transformers_version="5.1")
-    for path in (started_from, moved):
-        assert checkpoint.find(config("--load", str(saved), "--hf-checkpoint", str(path))) is not None
+    said = [f"hf_checkpoint {str(started_from)!r} -> {str(moved)!r} (from the defaults)"]
+    for path, changes in ((started_from, []), (Path("policy"), []), (moved, said)):
+        settings = config("--load", str(saved), "--hf-checkpoint", str(path))
+        resume = checkpoint.find(settings)
+        assert resume is not None
+        assert checkpoint.changes(resume, settings, {}) == changes
     for changes in ({"num_hidden_layers": 1}, {"num_hidden_layers": 3}, {"num_hidden_layers": 2, "hidden_size": 16}):
         other = make_policy(tmp_path / "other", **changes)
         with pytest.raises(ConfigError, match=r"hidden_(layers|size)=") as caught:

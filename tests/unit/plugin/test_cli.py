@@ -1,6 +1,8 @@
 """The command: its help, its exit statuses, and completion as a shell does it."""
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,28 @@ def test_a_store_that_cannot_be_used_is_one_line_with_the_setting_s_source(
     assert not out
     assert expected in error
     assert len(error.splitlines()) == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize("arguments", [["completion", "bash"], ["completion", "--help"], ["--version"]])
+def test_output_that_cannot_be_written_is_status_1(arguments: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "miles_plugin", *arguments],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (1, "miles-mooncake: standard output: No space left on device\n")
+
+
+def test_a_reader_that_has_gone_is_status_1_and_quiet() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as pipe:
+        done = subprocess.run(
+            [sys.executable, "-m", "miles_plugin", "completion", "bash"],
+            stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=60,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

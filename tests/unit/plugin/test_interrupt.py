@@ -96,6 +96,81 @@ def test_the_second_one_ends_every_process_at_once(signals: tuple[int, int]) -> 
     assert "once more ends everything at once" in parent.stderr.read()  # type: ignore[union-attr]
 
 
+IN_NATIVE_CODE = """
+import hashlib, subprocess, sys
+from miles_plugin import interrupt
+interrupt.install()
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+with interrupt.in_order():
+    print("ready", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # many minutes, in which no Python handler runs
+"""
+
+
+def test_two_count_as_two_while_the_main_thread_is_in_native_code() -> None:
+    mark = uuid.uuid4().hex
+    parent = subprocess.Popen(
+        [sys.executable, "-c", IN_NATIVE_CODE], stdout=subprocess.PIPE, env={**os.environ, "TEST_MARK": mark}
+    )
+    assert parent.stdout is not None
+    try:
+        assert parent.stdout.readline() == b"ready\n"
+        process = psutil.Process(parent.pid)
+        before = process.cpu_times().user
+        while process.cpu_times().user < before + 0.2:  # now it hashes
+            time.sleep(0.02)
+        parent.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            parent.wait(0.3)
+        assert len(marked(mark)) == 2, "one ends nothing at once"
+        parent.send_signal(signal.SIGINT)
+        assert parent.wait(30) == 130
+        assert marked(mark) == []
+    finally:
+        for pid in marked(mark):
+            os.kill(pid, signal.SIGKILL)
+        parent.wait()
+
+
+FORKING = """
+import os, signal, time
+from miles_plugin import interrupt
+interrupt.install()
+with interrupt.in_order():
+    ready, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGINT, lambda *_: os.write(write, b"x"))
+        os.write(write, b"x")
+        time.sleep(600)
+    os.read(ready, 1)
+    try:
+        print("ready", flush=True)
+        os.waitpid(child, 0)
+    except KeyboardInterrupt:
+        os.read(ready, 1)  # the child got it too
+        time.sleep(0.2)
+        os.kill(child, signal.SIGKILL)
+        print("in order", flush=True)
+"""
+
+
+def test_a_forked_child_s_signals_are_not_counted() -> None:
+    """A terminal sends Ctrl-C to both."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", FORKING], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    assert parent.stdout is not None
+    try:
+        assert parent.stdout.readline() == b"ready\n"
+        os.killpg(parent.pid, signal.SIGINT)
+        assert parent.stdout.read() == b"in order\n"
+    finally:
+        if parent.poll() is None:
+            os.killpg(parent.pid, signal.SIGKILL)
+        parent.wait()
+
+
 @pytest.mark.parametrize("module", ["argparse", "pydantic", "shtab", "miles_plugin.job", "torch._C", "reasoning_gym"])
 def test_ctrl_c_while_the_command_imports_is_quiet(module: str) -> None:
     pytest.importorskip(module.partition(".")[0], reason="the extra `train` is not installed")

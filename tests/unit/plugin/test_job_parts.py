@@ -66,6 +66,8 @@ def test_what_cannot_work_is_refused(
 
 def test_a_local_job_needs_one_segment_that_is_not_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     tcp = ["--mooncake-store-init-kwargs", '{"protocol": "tcp"}']
+    with pytest.raises(ConfigError, match="mooncake_replica_num=3: object_store_backend=ray keeps one copy"):
+        plan("--mooncake-replica-num", "3", monkeypatch=monkeypatch)
     with pytest.raises(ConfigError, match="mooncake_replica_num=2"):
         plan(*MOONCAKE, *tcp, "--mooncake-replica-num", "2", monkeypatch=monkeypatch)
     empty = ["--mooncake-store-init-kwargs", '{"protocol": "tcp", "global_segment_size": 0}']
@@ -103,7 +105,8 @@ def test_a_job_that_goes_on_is_checked_against_what_was_saved(
 ) -> None:
     monkeypatch.setattr("miles_plugin.interrupt.install", lambda: None)
     assert cli.main(["train", *saved, "--dry-run"]) == 0
-    assert "rm_type 'math' -> None (from the defaults)" in " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "changed since iter_0000002 rm_type 'math' -> None (from the defaults)" in printed
     record = Path(saved[1]) / "iter_0000002" / "job.json"
     record.write_text(record.read_text().replace('"prompts": "spell_backward"', '"prompts": "20 items, content 0"'))
     assert cli.main(["train", *saved, "--dry-run"]) == 2

@@ -10,7 +10,8 @@ pytest.importorskip("torch", reason="the extra `train` is not installed")
 from miles_plugin import plan, preflight
 from miles_plugin.arguments_sources import load_config
 from miles_plugin.plan import PlannedProcess
-from mooncake_store.errors import ConfigError
+from miles_plugin.training.tiny_policy import build_tokenizer
+from mooncake_store.errors import ConfigError, StoreUnavailable
 from mooncake_store.memory import MemoryLimit
 
 MOONCAKE = ["--object-store-backend", "mooncake"]
@@ -55,6 +56,8 @@ def test_the_ray_backend_needs_neither_master_nor_holder() -> None:
 
 
 def test_a_larger_checkpoint_needs_more_memory(tmp_path: Path) -> None:
+    build_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"transformers cannot read its config\.json"):
         planned("--hf-checkpoint", str(tmp_path))
@@ -68,6 +71,34 @@ def test_a_larger_checkpoint_needs_more_memory(tmp_path: Path) -> None:
         assert large[key].memory - tiny[key].memory == pytest.approx(factor * 2 * 1024**3, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("files", "missing"),
+    [
+        ([], "no config.json and no weights (*.safetensors or pytorch_model*.bin) and no tokenizer (tokenizer.json,"),
+        (["tokenizer.json", "model.safetensors"], "no config.json there"),
+        (["config.json", "tokenizer.json", "model.safetensors.index.json"], "no weights ("),
+        (["config.json", "pytorch_model-00001-of-00002.bin", "tokenizer_config.json"], "no tokenizer ("),
+    ],
+)
+def test_a_checkpoint_without_some_of_its_files_is_refused(files: list[str], missing: str, tmp_path: Path) -> None:
+    for name in files:
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ConfigError) as caught:
+        planned("--hf-checkpoint", str(tmp_path))
+    assert f"hf_checkpoint={tmp_path}: {missing}" in str(caught.value)
+
+
+@pytest.mark.parametrize("setting", ["cache_dir", "save", "report"])
+def test_a_directory_that_cannot_be_made_or_written_is_refused(setting: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    flag = f"--{setting.replace('_', '-')}"
+    for directory in (tmp_path / "file", Path("/proc/x"), Path("/proc"), tmp_path / ("x" * 300)):
+        with pytest.raises(ConfigError, match=rf"{setting}={directory}: .*that can be written \(.*name another"):
+            planned(flag, str(directory))
+    planned(flag, str(tmp_path / "new" / "below"))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"], "checking leaves nothing behind"
+
+
 def test_more_memory_than_there_is_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"the job needs about .* GB.*10000 x SGLang engine: lower rollout_num_gpus"):
         planned("--rollout-num-gpus", "10000")
@@ -75,6 +106,12 @@ def test_more_memory_than_there_is_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(plan, "memory_limit", lambda: MemoryLimit(4 * 1024**3, "memory.max"))
     with pytest.raises(ConfigError, match=r"memory\.max.*3\.1 GB, is for 1 x segment holder: .*global_segment_size"):
         planned(*MOONCAKE, *segment)
+
+
+def test_a_metadata_server_that_nobody_answers_at_is_found_before_the_start() -> None:
+    segment = {"protocol": "tcp", "global_segment_size": "64mb", "metadata_server": "http://127.0.0.1:1/metadata"}
+    with pytest.raises(StoreUnavailable, match=r"metadata_server = 'http://127\.0\.0\.1:1/metadata' .*P2PHANDSHAKE"):
+        planned(*MOONCAKE, "--mooncake-store-init-kwargs", json.dumps(segment))
 
 
 def test_settings_come_with_their_source(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from miles_plugin.report.machine import describe_machine
 from miles_plugin.report.observer import Observer
 from miles_plugin.report.observers import Observers, check_tracking, open_observers
 from miles_plugin.report.pace import Pace
-from miles_plugin.report.plain import PlainLines, step_line
+from miles_plugin.report.plain import PlainLines, closing_lines, step_line
 from miles_plugin.report.progress import LiveProgress
 from miles_plugin.report.record import Arm, Report
 from mooncake_store.errors import ConfigError, MissingDependency
@@ -162,6 +162,17 @@ def test_plain_lines_of_any_report(report: Report, tmp_path: Path, caplog: pytes
     assert len(steps) == sum(len(arm.steps) for arm in report.arms.values())
     assert lines[-1].endswith(f"{tmp_path}/report.json, {tmp_path}/report.png, {tmp_path}/report.html")
     assert lines[-1].startswith("finished" if report.status == "finished" else "stopped")
+
+
+def test_a_resumed_run_says_how_long_it_took_itself(tmp_path: Path) -> None:
+    report = make_finished_report()
+    assert closing_lines(report, tmp_path, 0.0)[-1] == "finished after 1 min 40 s: no report was written"
+    stream = io.StringIO()
+    lines = PlainLines(stream)
+    lines.run_started(report, tmp_path)  # with the seconds of the run it goes on from
+    report.seconds_total += 20
+    lines.run_finished(report)
+    assert "finished after 20 s (2 min 00 s with what it goes on from): " in stream.getvalue()
 
 
 def test_a_step_is_one_line_that_is_not_too_long() -> None:

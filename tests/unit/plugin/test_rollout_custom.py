@@ -267,6 +267,21 @@ def test_a_failing_function_is_named_with_its_line_and_ends_the_others(
         run(engines(right), *REWARD)
 
 
+@pytest.mark.parametrize("kind", [asyncio.CancelledError, SystemExit, KeyboardInterrupt, BaseException])
+def test_whatever_a_function_raises_is_named(
+    kind: type[BaseException], run: Callable[..., list[Sample]], user: ModuleType
+) -> None:
+    def reward(args: Any, sample: Any) -> float:
+        raise kind
+
+    user.reward = reward  # type: ignore[attr-defined]
+    expected = (
+        rf"user_functions\.reward, sample 20 \('42'\): (asyncio\.\S+\.)?{kind.__name__} \(.*custom\.py:\d+: raise kind"
+    )
+    with pytest.raises(CustomFunctionError, match=expected):
+        run(engines(right), *REWARD)
+
+
 def test_what_is_running_is_known_by_name(run: Callable[..., list[Sample]], user: ModuleType) -> None:
     seen = []
 

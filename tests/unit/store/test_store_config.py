@@ -194,7 +194,7 @@ def test_a_lookup_that_does_not_end_is_bounded(monkeypatch: pytest.MonkeyPatch) 
     leave = threading.Event()
     monkeypatch.setattr(addresses, "LOOKUP_SECONDS", 0.05)
     monkeypatch.setattr(addresses.socket, "getaddrinfo", lambda *_, **__: leave.wait(60) and [])
-    assert not addresses.resolves("slow")
+    assert addresses.not_of_this_host("slow") == "this name has no address here"
     assert addresses.address_towards("slow", 1) == "127.0.0.1"
     assert addresses.unreachable("slow:1", 0.05) == "slow:1: no answer in 0.05 s"
     leave.set()
@@ -417,3 +417,16 @@ def test_a_hostname_without_an_address_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"local_hostname = 'no-such-host.invalid' \(from init_kwargs\).*no address"):
         fit_to_host(unknown, True)
     fit_to_host(tcp({"local_hostname": "localhost", "global_segment_size": "16mb"}), True)
+
+
+# Reserved for documents: nobody's.
+@pytest.mark.parametrize("address", ["192.0.2.7", "2001:db8::7"])
+def test_a_hostname_of_another_host_is_refused(address: str) -> None:
+    foreign = tcp({}, {"MOONCAKE_LOCAL_HOSTNAME": address, "MOONCAKE_GLOBAL_SEGMENT_SIZE": "16mb"})
+    expected = (
+        rf"local_hostname = '{address}' \(from environment variable MOONCAKE_LOCAL_HOSTNAME\): {address} is no .*"
+    )
+    with pytest.raises(ConfigError, match=f"{expected}allowed: .*leave it out"):
+        fit_to_host(foreign, True)
+    with pytest.raises(ConfigError, match="is no address of this host"):
+        fit_to_host(foreign, False)
