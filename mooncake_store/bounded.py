@@ -16,10 +16,16 @@ class Attempt:
 
     def __init__(self, deadline: float, pause: float) -> None:
         self._deadline, self._pause = deadline, pause
+        self._last: bool | None = None
 
     def is_last(self) -> bool:
-        """Whether the time is up now: an attempt that took long by itself is not followed by another."""
-        return time.monotonic() + self._pause >= self._deadline
+        """Whether the time was up when this was first asked: one that took long by itself is not followed by another.
+
+        The answer stays, so that whoever was told that another attempt follows gets one.
+        """
+        if self._last is None:
+            self._last = time.monotonic() + self._pause >= self._deadline
+        return self._last
 
 
 def attempts(seconds: float) -> Iterator[Attempt]:

@@ -54,6 +54,7 @@ ENVIRONMENT = {
 }
 
 PROBE_AGAIN_SECONDS = 0.5
+_LOCAL = ("register_buffer", "unregister_buffer")  # operations that ask no master
 
 # Mooncake's own scratch buffer; it is not used, since every transfer goes through buffers registered here.
 _SCRATCH_BYTES = 0
@@ -380,6 +381,8 @@ class MooncakeClient:
         with self._lock:
             if self._closed:
                 raise StoreClosed(f"the connection to {self._master} is closed; open a new store")
+            if operation in _LOCAL:
+                return getattr(self._native, operation)(*arguments)
             self._probe_again()
             result = getattr(self._native, operation)(*arguments)
             self._unanswered = _is_unanswered(result)

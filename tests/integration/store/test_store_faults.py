@@ -170,6 +170,7 @@ def _private(process: psutil.Process) -> int:
     return int(memory.rss - memory.shared)
 
 
+@pytest.mark.slow
 def test_ten_thousand_small_batches_leave_nothing(master: MasterProcess, holder: RunningHolder) -> None:
     process = psutil.Process()
     with store_with(master.address) as store:
@@ -209,6 +210,7 @@ def test_a_holder_that_is_killed(master: MasterProcess, holder: RunningHolder, t
             store.remove(store.put(batch_of(SIZE)))
 
 
+@pytest.mark.slow
 def test_a_holder_that_is_stopped(master: MasterProcess, holder: RunningHolder) -> None:
     with store_with(master.address) as store, store_with(master.address, share_memory=False) as far:
         ref = store.put(batch_of(SIZE))
@@ -225,6 +227,7 @@ def test_a_holder_that_is_stopped(master: MasterProcess, holder: RunningHolder) 
     works(master.address)
 
 
+@pytest.mark.slow
 def test_replicas_survive_the_loss_of_an_owner(master: MasterProcess, tmp_path: Path) -> None:
     with holding(master.address, tmp_path) as first, holding(master.address, tmp_path) as second:
         with store_with(master.address, replica_num=2) as store, store_with(master.address, share_memory=False) as far:
@@ -266,8 +269,22 @@ def die_at(connection: Connection, address: str, moment: str, share_memory: bool
     connection.recv()
 
 
-@pytest.mark.parametrize("share_memory", [True, False])
-@pytest.mark.parametrize("moment", ["before", "during", "after"])
+@pytest.mark.parametrize(
+    ("moment", "share_memory"),
+    [
+        ("during", True),
+        *(
+            pytest.param(moment, shared, marks=pytest.mark.slow)
+            for moment, shared in (
+                ("before", True),
+                ("after", True),
+                ("before", False),
+                ("during", False),
+                ("after", False),
+            )
+        ),
+    ],
+)
 def test_a_writer_that_is_killed(master: MasterProcess, holder: RunningHolder, moment: str, share_memory: bool) -> None:
     with Child(die_at, master.address, moment, share_memory) as writer:
         ref = BatchRef.from_json(writer.receive(HANG)) if moment == "after" else None
@@ -343,7 +360,7 @@ def test_a_manager_that_is_killed_is_replaced(master: MasterProcess, holder: Run
 # --- masters --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("share_memory", [True, False])
+@pytest.mark.parametrize("share_memory", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_master_that_is_restarted_loses_nothing(
     master: MasterProcess, holder: RunningHolder, tmp_path: Path, share_memory: bool
 ) -> None:
@@ -370,6 +387,7 @@ def test_a_master_that_is_restarted_loses_nothing(
                     assert same(got, SIZE, 9)
 
 
+@pytest.mark.slow
 def test_a_master_that_is_restarted_twice(master: MasterProcess, holder: RunningHolder, tmp_path: Path) -> None:
     with store_with(master.address) as store:
         ref = store.put(batch_of(SIZE, 4))
@@ -383,6 +401,7 @@ def test_a_master_that_is_restarted_twice(master: MasterProcess, holder: Running
             works(master.address)
 
 
+@pytest.mark.slow
 def test_a_batch_whose_writer_is_gone_is_lost_with_the_master(
     master: MasterProcess, holder: RunningHolder, tmp_path: Path
 ) -> None:
@@ -406,6 +425,7 @@ def test_a_master_that_is_gone(master: MasterProcess, holder: RunningHolder) -> 
 # --- the network ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_connection_that_is_cut_midway(master: MasterProcess, tmp_path: Path) -> None:
     nbytes = 200 * MIB
     with (
@@ -434,6 +454,7 @@ def _kill_while_reading(pid: int, reader: psutil.Process) -> None:
 # --- runs and keys --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_runs_on_one_master(master: MasterProcess, holder: RunningHolder) -> None:
     with store_with(master.address, "one") as first, store_with(master.address, "two") as second:
         refs = [store.put(batch_of(SIZE, seed)) for seed, store in enumerate((first, second))]

@@ -1,8 +1,10 @@
-"""The Mooncake backend against a real master: processes, owners, full stores, wrong masters, forks."""
+"""The Mooncake backend against a real master: wrong masters, two processes, buffers, close and fork.
+
+What goes wrong later is in `test_store_faults.py`.
+"""
 
 from __future__ import annotations
 
-import ctypes
 import pickle
 import signal
 import socket
@@ -14,17 +16,13 @@ import urllib.request
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 from mooncake_store import (
     BatchRef,
     ConfigError,
-    IntegrityError,
     MasterProcess,
-    ObjectLost,
     ObjectNotFound,
     ObjectStore,
     StoreClosed,
@@ -33,43 +31,12 @@ from mooncake_store import (
     open_store,
     probe_master,
 )
-from mooncake_store.backends.mooncake import MooncakeCarrier
-from mooncake_store.client import Limits, MooncakeClient
-from mooncake_store.config import rdma_devices, resolve
+from mooncake_store.client import Limits
+from mooncake_store.config import rdma_devices
 from tests.integration.store.store_children import Child
+from tests.integration.store.store_services import HANG, MIB, batch_of, batches, settings, store_with
 
 pytestmark = pytest.mark.integration
-
-HANG = 60.0  # seconds; far above every bound of ours, far below the measured hangs (90 s and for ever)
-MIB = 1 << 20
-
-
-def settings(address: str, **more: Any) -> dict[str, Any]:
-    return {
-        "master_server_address": address,
-        "protocol": "tcp",
-        "local_hostname": "127.0.0.1",
-        "global_segment_size": "32mb",
-        "local_buffer_size": "64mb",
-        **more,
-    }
-
-
-def store_with(limits: Limits, address: str, segment_bytes: int) -> ObjectStore:
-    config = resolve(settings(address), {})
-    client = MooncakeClient.connect(config, segment_bytes, limits)
-    return ObjectStore("mooncake", "run1", MooncakeCarrier(client, "run1", 1, config.local_buffer_size))
-
-
-def batch_of(nbytes: int, seed: int = 0) -> dict[str, Any]:
-    return {"tokens": [np.random.default_rng(seed).integers(0, 1 << 30, nbytes // 4, dtype=np.int32)]}
-
-
-def metric(master: MasterProcess, name: str) -> float:
-    with urllib.request.urlopen(f"{master.metrics_url}/metrics", timeout=5) as answer:
-        lines = answer.read().decode().splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
-
 
 # --- connecting -----------------------------------------------------------------------------------------------------
 
@@ -188,69 +155,13 @@ def test_put_in_one_process_get_in_another(master: MasterProcess) -> None:
 
 
 def put_where_nobody_owns_memory(_: Connection, address: str) -> None:
-    store_with(Limits(put=0.5), address, 0).put(batch_of(MIB))
+    store_with(address, limits=Limits(put=0.5)).put(batch_of(MIB))
 
 
 def test_a_store_without_memory_is_full_not_silent(master: MasterProcess) -> None:
-    with Child(put_where_nobody_owns_memory, master.address) as child, pytest.raises(StoreFull):
+    refused = pytest.raises(StoreFull, match="miles-mooncake holder")
+    with Child(put_where_nobody_owns_memory, master.address) as child, refused:
         child.receive(HANG)
-
-
-# --- a full store ---------------------------------------------------------------------------------------------------
-
-
-def fill(connection: Connection, address: str) -> None:
-    with store_with(Limits(put=3.0), address, 32 * MIB) as store:
-        refs = []
-        try:
-            for seed in range(40):
-                refs.append(store.put(batch_of(2 * MIB, seed)))
-            full = None
-        except StoreFull as error:
-            full = error
-        connection.send((len(refs), full))
-        for seed, ref in enumerate(refs):  # nothing was evicted
-            with store.get(ref) as batch:
-                assert np.array_equal(batch["tokens"][0], batch_of(2 * MIB, seed)["tokens"][0])
-        store.remove(refs.pop())
-        refs.append(store.put(batch_of(2 * MIB, 99)))  # room again
-        connection.send("all read")
-        connection.recv()
-        for ref in refs:
-            store.remove(ref)
-        connection.send("removed")
-
-
-def test_a_full_store_refuses_and_evicts_nothing(tmp_path: Path) -> None:
-    # Reading grants a lease, which alone would keep objects: with a short one, only the pin does.
-    short_lease = {"default_kv_lease_ttl": "200ms"}
-    with MasterProcess(tmp_path / "master.log", options=short_lease) as master, Child(fill, master.address) as child:
-        stored, error = child.receive(HANG)
-        assert isinstance(error, StoreFull)
-        assert error.retryable
-        assert error.code == -200
-        assert 10 <= stored <= 16
-        assert child.receive(HANG) == "all read"
-        assert metric(master, "master_key_count") == stored
-        assert metric(master, "master_evicted_key_count") == 0
-        child.send("end")
-        assert child.receive(HANG) == "removed"
-        assert metric(master, "master_key_count") == 0
-
-
-def put_while_another_thread_frees(connection: Connection, address: str) -> None:
-    with store_with(Limits(put=HANG), address, 16 * MIB) as store:
-        first = store.put(batch_of(10 * MIB, 1))
-        threading.Timer(0.5, store.remove, [first]).start()
-        second = store.put(batch_of(10 * MIB, 2))  # waits for the room
-        with store.get(second) as batch:
-            connection.send(np.array_equal(batch["tokens"][0], batch_of(10 * MIB, 2)["tokens"][0]))
-        store.remove(second)
-
-
-def test_a_waiting_put_goes_through_when_room_appears(master: MasterProcess) -> None:
-    with Child(put_while_another_thread_frees, master.address) as child:
-        assert child.receive(2 * HANG) is True
 
 
 def ask_for_two_replicas(_: Connection, address: str) -> None:
@@ -262,19 +173,27 @@ def ask_for_two_replicas(_: Connection, address: str) -> None:
 
 
 def test_too_few_owners_for_the_replicas(master: MasterProcess) -> None:
-    with Child(ask_for_two_replicas, master.address) as child, pytest.raises(StoreUnavailable, match="1 of 2 replicas"):
+    with (
+        Child(ask_for_two_replicas, master.address) as child,
+        pytest.raises(StoreUnavailable, match="1 segment holders serve this master, 2 replicas"),
+    ):
         child.receive(HANG)
-    assert metric(master, "master_key_count") == 0  # the half-replicated object was undone
+    assert not batches(master)
 
 
 # --- buffers --------------------------------------------------------------------------------------------------------
 
 
 def hold_results(connection: Connection, address: str) -> None:
-    config = resolve(settings(address, local_buffer_size="8mb"), {})
-    client = MooncakeClient.connect(config, 32 * MIB)
-    store = ObjectStore("mooncake", "run1", MooncakeCarrier(client, "run1", 1, config.local_buffer_size, wait=0.2))
-    ref = store.put(batch_of(3 * MIB))
+    with open_store("mooncake", settings(address), contribute_segment=True) as owner:
+        limits = Limits(put=0.2)
+        store = store_with(address, limits=limits, local_buffer_size="8mb", share_memory=False)
+        ref = store.put(batch_of(3 * MIB))
+        _hold(connection, store, ref)
+        owner.close()
+
+
+def _hold(connection: Connection, store: ObjectStore, ref: BatchRef) -> None:
     held = [store.get(ref), store.get(ref)]
     try:
         store.get(ref)
@@ -365,79 +284,6 @@ def test_a_forked_process_is_refused_and_ends(master: MasterProcess) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 7, done.stderr
     assert "'spawn'" in done.stdout
-
-
-# --- deaths ---------------------------------------------------------------------------------------------------------
-
-
-def own_segment(connection: Connection, address: str) -> None:
-    with open_store("mooncake", settings(address), contribute_segment=True):
-        connection.send("ready")
-        connection.recv()
-
-
-def write_then_read(connection: Connection, address: str) -> None:
-    with open_store("mooncake", settings(address), contribute_segment=False) as store:
-        ref = store.put(batch_of(MIB))
-        with store.get(ref):
-            pass
-        connection.send("put")
-        connection.recv()
-        store.get(ref)
-
-
-def test_the_death_of_the_owner_is_a_typed_loss(master: MasterProcess) -> None:
-    with Child(own_segment, master.address) as owner:
-        assert owner.receive(HANG) == "ready"
-        with Child(write_then_read, master.address) as writer:
-            assert writer.receive(HANG) == "put"
-            owner.kill()
-            writer.send("read")
-            with pytest.raises(ObjectLost):
-                writer.receive(HANG)
-
-
-def outlive_the_master(connection: Connection, address: str) -> None:
-    limits = Limits(put=1.0, get=1.0, remove=1.0)
-    store = store_with(limits, address, 16 * MIB)
-    ref = store.put(batch_of(MIB))
-    connection.send("put")
-    connection.recv()
-    for call in (lambda: store.put(batch_of(MIB)), lambda: store.get(ref), lambda: store.remove(ref)):
-        try:
-            call()
-            connection.send(None)
-        except StoreUnavailable as error:
-            connection.send((str(error), error.retryable))
-    store.close()
-    connection.send("closed")
-
-
-def test_the_death_of_the_master_is_typed_and_bounded(tmp_path: Path) -> None:
-    with MasterProcess(tmp_path / "master.log") as master, Child(outlive_the_master, master.address) as child:
-        assert child.receive(HANG) == "put"
-        master.stop()
-        child.send("go on")
-        for _ in range(3):
-            message, retryable = child.receive(HANG)
-            assert retryable
-            assert master.address in message
-        assert child.receive(HANG) == "closed"
-
-
-def test_an_overwritten_object_is_caught(master: MasterProcess) -> None:
-    with Child(own_and_overwrite, master.address) as child, pytest.raises(IntegrityError):
-        child.receive(HANG)
-
-
-def own_and_overwrite(_: Connection, address: str) -> None:
-    with open_store("mooncake", settings(address), contribute_segment=True) as store:
-        ref = store.put(batch_of(MIB))
-        carrier = store._carrier
-        assert isinstance(carrier, MooncakeCarrier)
-        descriptor = carrier._client._describe(ref.key)[0].get_memory_descriptor().buffer_descriptor
-        ctypes.memset(descriptor.buffer_address + ref.nbytes // 2, 0x55, 8)
-        store.get(ref)
 
 
 # --- the master's process -------------------------------------------------------------------------------------------

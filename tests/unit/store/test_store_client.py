@@ -190,6 +190,8 @@ def test_a_master_that_did_not_answer_is_looked_for_before_it_is_asked_again(
         with pytest.raises(StoreUnavailable, match=r"does not answer .connection refused."):
             connection.commit(["a"])
     assert len(script.called("batch_put_session_end")) == 1
+    connection.register(4096, 64)
+    connection.unregister(4096)  # what asks no master works without one
     master_accepts[0] = None
     connection.commit(["a"])
     assert len(script.called("batch_put_session_end")) == 2
