@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -31,6 +31,8 @@ class Outstanding:
         self._lock = threading.Lock()
         self._copies: dict[str, list[Copy]] = {}
         self._missing_since: dict[str, float] = {}
+        # By batch: the keys of the parts that a holder was asked for, and until when it may publish them.
+        self._asked_for: dict[str, tuple[list[str], float]] = {}
 
     def add(self, written: Written) -> None:
         """Remember an object."""
@@ -52,6 +54,7 @@ class Outstanding:
         Raises:
             StoreUnavailable: the master does not answer.
         """
+        self._remove_again()
         with self._lock:
             owners = {copy.owner.sentinel: copy.owner for copies in self._copies.values() for copy in copies}
         if not owners:
@@ -85,11 +88,14 @@ class Outstanding:
     def _publish_again(self, old: SegmentRecord, new: SegmentRecord) -> None:
         with self._lock:
             every = [(key, copy) for key, copies in self._copies.items() for copy in copies]
-        lost = {key: copy for key, copy in every if copy.owner.sentinel == old.sentinel}
+            lost = {key: copy for key, copy in every if copy.owner.sentinel == old.sentinel}
+            until = time.monotonic() + KEEP_SECONDS  # then the holder has nothing left to publish
+            for key, copy in lost.items():
+                self._asked_for[key] = [part.key for part in copy.parts], until
         parts = [part for copy in lost.values() for part in copy.parts]
         for some in _batches(parts, _PER_ASK):
             self._ask(new, Ask(old.epoch, [_kept(part) for part in some if part.offset is not None]))
-        found = self._await([part.key for part in parts])
+        found = self._await(lost)
         for key, copy in lost.items():
             offsets = [found.get(part.key) for part in copy.parts]
             with self._lock:
@@ -112,10 +118,16 @@ class Outstanding:
         while not self._records.claim(ask_key(holder.holder, holder.epoch, number), payload, holder.name):
             number += 1
 
-    def _await(self, keys: Sequence[str]) -> dict[str, int]:
-        """Wait until the objects are there again, a bounded time; where those lie that are."""
+    def _await(self, lost: Mapping[str, Copy]) -> dict[str, int]:
+        """Wait until what is still wanted is there again, a bounded time; where those parts lie that are."""
         deadline = time.monotonic() + ANSWER_SECONDS
-        while not all(self._client.exist(keys)) and time.monotonic() < deadline:
+        while True:
+            with self._lock:
+                keys = [part.key for key, copy in lost.items() if key in self._copies for part in copy.parts]
+            if not keys:
+                return {}
+            if all(self._client.exist(keys)) or time.monotonic() >= deadline:
+                break
             time.sleep(0.1)
         found = {}
         for key, location in zip(keys, self._client.locate(keys), strict=True):
@@ -125,6 +137,17 @@ class Outstanding:
                 if offset is not None:
                     found[key] = offset
         return found
+
+    def _remove_again(self) -> None:
+        """Free what was removed while a holder was asked to publish it again: that remove found nothing to free."""
+        now = time.monotonic()
+        with self._lock:
+            self._asked_for = {key: asked for key, asked in self._asked_for.items() if asked[1] > now}
+            keys = [part for key, (parts, _) in self._asked_for.items() if key not in self._copies for part in parts]
+        if keys:
+            for key, exists in zip(keys, self._client.exist(keys), strict=True):
+                if exists:
+                    self._client.remove(key)
 
     def _give_up(self, old: SegmentRecord) -> None:
         with self._lock:
