@@ -40,6 +40,7 @@ DRAIN = 120.0
 EXPECTED = {ObjectNotFound.__name__, ObjectLost.__name__, IntegrityError.__name__}
 # Growth that is not one: what differs between two moments of rest.
 ALLOWED = say.Figures(private=16 * MIB, fds=8, threads=4)
+ALLOWED_KEYS = 8  # requests of after a restart, which stay until the next
 
 
 @dataclass(eq=False)
@@ -245,8 +246,8 @@ class Soak:
 
     # --- rest -------------------------------------------------------------------------------------------------------
 
-    def rest(self) -> tuple[dict[str, say.Figures], list[str]]:
-        """Let all batches be read and freed; what the processes that are never killed take then, and the keys left."""
+    def rest(self) -> tuple[dict[str, say.Figures], int]:
+        """Let all batches be read and freed; what the processes that are never killed take then, and keys left."""
         for parties in (self._writers, self._all_readers):  # readers have read all when writers have nothing left
             for party in parties:
                 party.figures = None
@@ -254,6 +255,7 @@ class Soak:
             came = self.pump(DRAIN, lambda: not _silent(parties))  # noqa: B023
             assert came, f"{_silent(parties)} did not come to rest; still open: {self._open()}"
         assert self.pump(DRAIN, lambda: not self._batches), f"still open: {self._open()}"
+        assert self.pump(DRAIN, lambda: not batches(self.master)), f"nobody needs {batches(self.master)[:5]}"
         pid = self.holder.record.pid
         given_back = self.pump(KEEP_SECONDS + 30, lambda: _segments(pid) == self._segments)
         assert given_back, (
@@ -261,7 +263,7 @@ class Soak:
         )
         found = {party.name: party.figures for party in [self.steady_writer, *self.steady_readers]}
         figures = {name: said for name, said in found.items() if said is not None}
-        return {**figures, "holder": say.figures_of(psutil.Process(pid))}, keys(self.master)
+        return {**figures, "holder": say.figures_of(psutil.Process(pid))}, len(keys(self.master))
 
     def _open(self) -> list[tuple[str, list[str]]]:
         return [(key, list(batch.open)) for key, batch in list(self._batches.items())[:5]]
@@ -321,7 +323,6 @@ def test_soak(request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.Cap
         soak.resume()
         soak.load(seconds * 3 / 4, report)
         after, keys_after = soak.rest()
-        remaining = batches(soak.master)
         soak.end()
     growth = _growth(before, after)
     summary = {
@@ -329,15 +330,14 @@ def test_soak(request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.Cap
         "seed": seed,
         **vars(soak.counts),
         "broken": len(soak.broken),
-        "keys": [len(keys_before), len(keys_after)],
+        "keys": [keys_before, keys_after],
         "growth": {name: asdict(grown) for name, grown in growth.items()},
         "at_the_end": {name: asdict(figures) for name, figures in after.items()},
     }
     tell(json.dumps(summary) + "\n")
     assert not soak.broken
     assert soak.counts.evicted == 0
-    assert not remaining
-    assert len(keys_after) == len(keys_before)
+    assert keys_after <= keys_before + ALLOWED_KEYS
     for name, grown in growth.items():
         assert grown.private <= ALLOWED.private, name
         assert grown.fds <= ALLOWED.fds, name
