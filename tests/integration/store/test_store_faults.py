@@ -6,6 +6,7 @@ Every test ends with a put and a get that work.
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import os
 import signal
@@ -33,9 +34,9 @@ from mooncake_store import (
     StoreUnavailable,
 )
 from mooncake_store.claim import sweep
-from mooncake_store.client import Limits
+from mooncake_store.client import Limits, MooncakeClient
 from mooncake_store.config import resolve
-from mooncake_store.holder import RunningHolder, start_holder
+from mooncake_store.holder import RunningHolder, SegmentHolder, start_holder
 from mooncake_store.ledger import Ledger
 from tests.integration.store.store_children import Child
 from tests.integration.store.store_services import (
@@ -623,3 +624,26 @@ def test_a_truncated_object(master: MasterProcess, holder: RunningHolder) -> Non
             with pytest.raises(IntegrityError):
                 reader.get(ref)
     works(master.address)
+
+
+def test_a_holder_without_shared_memory_is_reached_over_the_network(
+    master: MasterProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("mooncake_store.segment.os.memfd_create", refuse)
+    config = resolve(settings(master.address), {})
+    lent = SegmentHolder(MooncakeClient.connect(config), config.global_segment_size, "tcp", uuid.uuid4().hex)
+    try:
+        lent.tick()
+        with store_with(master.address) as store:
+            for number in range(3):
+                ref = store.put(batch_of(SIZE, number))
+                with store.get(ref) as got:
+                    assert same(got, SIZE, number)
+                store.remove(ref)
+    finally:
+        lent.close()
+    (said,) = [message for message in caplog.messages if "no shared memory here" in message]
+    assert "Function not implemented" in said
