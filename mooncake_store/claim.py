@@ -1,7 +1,8 @@
 """Who owns a run id: an exclusive claim with a heartbeat, and the sweep of what dead runs left.
 
 A claim is alive while its heartbeat changes before the eyes of whoever asks. No clock is compared with another's, and
-none that can be set: only the observer's own monotonic one counts.
+none that can be set: only the observer's own monotonic one counts. Where the claimant can be seen, in the same PID
+namespace, its absence is proof, and nobody has to wait.
 """
 
 from __future__ import annotations
@@ -14,26 +15,60 @@ import time
 import uuid
 from collections.abc import Collection, Iterable
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 
 from mooncake_store.client import MooncakeClient
 from mooncake_store.errors import ConfigError, IntegrityError, StoreError
 from mooncake_store.records import Records
+from mooncake_store.segment import boot_id
 
 BEAT_SECONDS = 1.0
-MISSED_BEATS = 5  # that make a run dead
+# Silence that makes a claimed run dead. A beat waits for the transfer in flight, and Mooncake gives up on one whose
+# other end is stopped after 30 seconds.
+SILENT_SECONDS = 45.0
+# The same for a run without a claim: one that was closed, or whose claim a restarted master lost a beat ago.
+UNCLAIMED_SECONDS = 5.0
 
 
 class Claimant(msgspec.Struct, frozen=True):
-    """The process that owns a run."""
+    """The process that owns a run.
+
+    Attributes:
+        token: 32 hex digits, of this claim alone.
+        host, pid: for people.
+        process: tells it from all other processes there ever were, see `_identity`; empty when that is not known.
+    """
 
     token: str
     host: str
     pid: int
+    process: str = ""
 
     def __str__(self) -> str:
         return f"process {self.pid} of {self.host}"
+
+    def is_gone(self) -> bool:
+        """Whether it certainly runs no more. False also when it cannot be seen from here."""
+        namespace, _, _ = self.process.rpartition("/")
+        if not namespace or namespace != _namespace():
+            return False
+        return _identity(self.pid) != self.process
+
+
+def _namespace() -> str:
+    """This boot of this host's kernel, and the PID namespace of this process in it."""
+    return f"{boot_id()}/{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def _identity(pid: int) -> str:
+    """The namespace and the moment since boot when a process began; empty when none with this pid runs."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if state in "ZX" else f"{_namespace()}/{pid}-{fields[18]}"
 
 
 def claim_key(run_id: str) -> str:
@@ -65,8 +100,8 @@ def owner_of(records: Records, run_id: str) -> Claimant | None:
         return None
 
 
-def is_alive(records: Records, run_id: str, seconds: float = BEAT_SECONDS * MISSED_BEATS) -> bool:
-    """Whether the run's heartbeat changes within `seconds`; returns as soon as it does.
+def is_alive(records: Records, run_id: str, seconds: float | None = None) -> bool:
+    """Whether the run's heartbeat changes, see `living`.
 
     Raises:
         StoreUnavailable: the master does not answer.
@@ -74,22 +109,35 @@ def is_alive(records: Records, run_id: str, seconds: float = BEAT_SECONDS * MISS
     return bool(living(records, [run_id], seconds))
 
 
-def living(records: Records, run_ids: Iterable[str], seconds: float = BEAT_SECONDS * MISSED_BEATS) -> set[str]:
-    """The runs whose heartbeat changes within `seconds`, watched together; returns as soon as all have.
+def living(records: Records, run_ids: Iterable[str], seconds: float | None = None) -> set[str]:
+    """The runs whose heartbeat changes, watched together; returns as soon as every run is known to be alive or dead.
+
+    Args:
+        seconds: to watch each, instead of SILENT_SECONDS, UNCLAIMED_SECONDS, or not at all when its process is gone.
 
     Raises:
         StoreUnavailable: the master does not answer.
     """
-    deadline = time.monotonic() + seconds
+    began = time.monotonic()
     first = {run_id: _beat_of(records, run_id) for run_id in run_ids}
+    watched = {run_id: began + _patience(owner_of(records, run_id), seconds) for run_id in first}
     alive: set[str] = set()
-    while len(alive) < len(first) and time.monotonic() < deadline:
+    while watched := {run_id: until for run_id, until in watched.items() if time.monotonic() < until}:
         time.sleep(BEAT_SECONDS / 4)
-        for run_id in first.keys() - alive:
+        for run_id in list(watched):
             beat = _beat_of(records, run_id)
             if beat is not None and beat != first[run_id]:
                 alive.add(run_id)
+                del watched[run_id]
     return alive
+
+
+def _patience(owner: Claimant | None, seconds: float | None) -> float:
+    if seconds is not None:
+        return seconds
+    if owner is None:
+        return UNCLAIMED_SECONDS
+    return 0.0 if owner.is_gone() else SILENT_SECONDS
 
 
 def sweep(client: MooncakeClient, records: Records, run_id: str) -> int:
@@ -130,7 +178,8 @@ class RunClaim:
 
     def __init__(self, client: MooncakeClient, records: Records, run_id: str) -> None:
         self._client, self._records, self._run_id = client, records, run_id
-        self._mine = Claimant(uuid.uuid4().hex, socket.gethostname(), os.getpid())
+        pid = os.getpid()
+        self._mine = Claimant(uuid.uuid4().hex, socket.gethostname(), pid, _identity(pid))
         self._lock = threading.Lock()
         self._held = False
         self._lost: Claimant | None = None

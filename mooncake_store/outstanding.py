@@ -93,9 +93,12 @@ class Outstanding:
         for key, copy in lost.items():
             offsets = [found.get(part.key) for part in copy.parts]
             with self._lock:
-                if key not in self._copies:
-                    continue
-                self._copies[key].remove(copy)
+                removed = key not in self._copies
+            if removed:  # while it was being published again
+                self._client.revoke([part.key for part in copy.parts])
+                continue
+            with self._lock:
+                self._copies.setdefault(key, [copy]).remove(copy)
                 if None not in offsets:
                     moved = tuple(
                         Part(part.key, part.frame, offset) for part, offset in zip(copy.parts, offsets, strict=True)

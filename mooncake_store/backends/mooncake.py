@@ -108,14 +108,17 @@ class MooncakeCarrier:
         while not self._ended.wait(KEEPER_SECONDS):
             ticks += 1
             try:
-                self._outstanding.tick()
+                # First, so that after a restart of the master nothing of a run is there without its claim for long.
                 owners = self._owners.all()
                 if owners:
                     self._claim.beat(owners[0].name)
+                self._outstanding.tick()
                 if ticks % _FORGET_EVERY == 0:
                     self._outstanding.forget_removed()
             except StoreError as error:
                 _log.info("run %s: %s", self._run_id, error)
+            except Exception:  # without its beat the run would be taken for dead
+                _log.exception("run %s: the keeper failed, and goes on", self._run_id)
 
 
 def open_carrier(options: BackendOptions) -> MooncakeCarrier:

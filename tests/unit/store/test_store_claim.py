@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -96,7 +99,7 @@ def test_a_second_claimant_is_refused_while_beats_change(master: Master, clock: 
 
 def test_a_slow_beat_is_a_beat(master: Master, clock: Clock) -> None:
     beat = owned_by_other(master)
-    clock.during = lambda: beat() if clock.now > 1000 + 0.8 * claim.BEAT_SECONDS * claim.MISSED_BEATS else None
+    clock.during = lambda: beat() if clock.now > 1000 + 0.8 * claim.SILENT_SECONDS else None
     with pytest.raises(ConfigError, match="in use"):
         claim_of(master).take("a")
 
@@ -111,7 +114,7 @@ def test_a_dead_owner_is_taken_over_and_swept(master: Master, clock: Clock, beat
     assert swept(master) == [run_pattern("r")]
     assert set(master.objects) == {claim_key("r"), beat_key("r"), "run/r2/batch/three", "holder/x"}
     assert owner_of(master.records, "r") != OTHER
-    assert clock.now >= 1000 + claim.BEAT_SECONDS * claim.MISSED_BEATS
+    assert clock.now >= 1000 + claim.SILENT_SECONDS
 
 
 def test_only_one_takes_over(master: Master, clock: Clock) -> None:
@@ -120,7 +123,7 @@ def test_only_one_takes_over(master: Master, clock: Clock) -> None:
     third = Claimant("cd" * 16, "third", 18)
 
     def take_over_late() -> None:
-        if clock.now >= 1000 + claim.BEAT_SECONDS * claim.MISSED_BEATS and owner_of(master.records, "r") == OTHER:
+        if clock.now >= 1000 + claim.SILENT_SECONDS and owner_of(master.records, "r") == OTHER:
             master.remove_matching(run_pattern("r"))
             assert master.records.claim(claim_key("r"), msgspec.json.encode(third), "a")
             clock.during = lambda: master.records.replace(beat_key("r"), str(clock.now).encode(), "a")
@@ -166,6 +169,31 @@ def test_a_jump_of_the_wall_clock_changes_nothing(master: Master, monkeypatch: p
         ended.set()
         keeper.join()
     assert not is_alive(master.records, "r", seconds=0.05)
+
+
+def test_a_process_that_can_be_seen_to_be_gone_is_not_waited_for(master: Master, clock: Clock) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    there = Claimant("ab" * 16, "here", child.pid, claim._identity(child.pid))
+    assert not there.is_gone()
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie
+    assert there.is_gone()
+    child.wait()
+    assert there.is_gone()
+    assert master.records.claim(claim_key("r"), msgspec.json.encode(there), "a")
+    claim_of(master).take("a")
+    assert clock.now == 1000.0
+
+
+@pytest.mark.parametrize("process", ["", "another-boot/4026531836/17-9", "nonsense"])
+def test_a_process_that_cannot_be_seen_may_be_alive(process: str) -> None:
+    assert not Claimant("ab" * 16, "elsewhere", 17, process).is_gone()
+
+
+def test_another_process_with_the_same_pid_is_another() -> None:
+    pid = os.getpid()
+    assert not Claimant("ab" * 16, "here", pid, claim._identity(pid)).is_gone()
+    assert Claimant("ab" * 16, "here", pid, claim._identity(pid) + "0").is_gone()
 
 
 def test_nobody_is_no_owner(master: Master, clock: Clock) -> None:
