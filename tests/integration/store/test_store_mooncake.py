@@ -34,7 +34,7 @@ from mooncake_store import (
 from mooncake_store.client import Limits
 from mooncake_store.config import rdma_devices
 from tests.integration.store.store_children import Child
-from tests.integration.store.store_services import HANG, MIB, batch_of, batches, settings, store_with
+from tests.integration.store.store_services import HANG, MIB, batch_of, batches, holding, settings, store_with
 
 pytestmark = pytest.mark.integration
 
@@ -164,21 +164,11 @@ def test_a_store_without_memory_is_full_not_silent(master: MasterProcess) -> Non
         child.receive(HANG)
 
 
-def ask_for_two_replicas(_: Connection, address: str) -> None:
-    store = open_store("mooncake", settings(address), replica_num=2, contribute_segment=True)
-    try:
-        store.put(batch_of(MIB))
-    finally:
-        store.close()
-
-
-def test_too_few_owners_for_the_replicas(master: MasterProcess) -> None:
-    with (
-        Child(ask_for_two_replicas, master.address) as child,
-        pytest.raises(StoreUnavailable, match="1 segment holders serve this master, 2 replicas"),
-    ):
-        child.receive(HANG)
-    assert not batches(master)
+def test_too_few_owners_for_the_replicas(master: MasterProcess, tmp_path: Path) -> None:
+    with holding(master.address, tmp_path), store_with(master.address, replica_num=2) as store:
+        with pytest.raises(StoreUnavailable, match="1 segment holders serve this master, 2 replicas"):
+            store.put(batch_of(MIB))
+        assert not batches(master)
 
 
 # --- buffers --------------------------------------------------------------------------------------------------------

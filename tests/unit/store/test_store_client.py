@@ -172,9 +172,16 @@ def test_attempts_are_bounded_and_the_last_is_told() -> None:
 
 def test_an_attempt_that_took_long_is_the_last() -> None:
     attempt = next(attempts(0.05))
-    assert not attempt.is_last()
     time.sleep(0.06)
     assert attempt.is_last()
+
+
+def test_who_was_told_of_another_attempt_gets_it() -> None:
+    made = attempts(0.05)
+    assert not next(made).is_last()
+    time.sleep(0.06)
+    assert next(made).is_last()
+    assert next(made, None) is None
 
 
 @pytest.mark.parametrize("code", codes.UNANSWERED)
