@@ -258,6 +258,23 @@ def test_a_process_that_ends_without_close_ends_cleanly(master: MasterProcess) -
         assert child.process.exitcode == 0
 
 
+END = """
+import atexit, sys, time
+
+atexit.register(time.sleep, 2)  # as what ends after the store: the threads of the store run on
+from mooncake_store import open_store
+
+store = open_store("mooncake", eval(sys.argv[1]), contribute_segment=True)
+store.put({"tokens": [[5]]})
+"""
+
+
+def test_threads_of_a_store_survive_a_slow_end(master: MasterProcess) -> None:
+    command = [sys.executable, "-c", END, repr(settings(master.address))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == 0, done.stderr
+
+
 FORK = """
 import os, sys
 from mooncake_store import StoreClosed, open_store

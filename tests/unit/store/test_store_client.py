@@ -464,6 +464,24 @@ def test_close_waits_for_the_operation_in_flight() -> None:
     assert order == ["read", "close"]
 
 
+def test_a_signal_handler_may_close_in_the_midst_of_an_operation() -> None:
+    opened: list[MooncakeClient] = []
+    opened.append(client(Reading(lambda: opened[0].close())))  # in the same thread, as a handler would
+    assert bounded(lambda: opened[0].read(1, ONE) or "returned", 5) == "returned"
+    with pytest.raises(StoreClosed):
+        opened[0].remove("k")
+
+
+def test_the_end_of_the_interpreter_closes_for_every_thread() -> None:
+    script = Script()
+    connection = client(script)
+    connection._closer()  # as weakref.finalize does then, however many threads run on
+    assert script.closed == 1
+    with pytest.raises(StoreClosed):
+        connection.remove("k")
+    assert not script.calls
+
+
 def test_a_forked_child_is_refused() -> None:
     script = Script()
     connection = client(script)
