@@ -12,17 +12,18 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 
 import msgspec
 
 from mooncake_store.client import MooncakeClient
-from mooncake_store.errors import ConfigError, IntegrityError, StoreError
+from mooncake_store.errors import ConfigError, IntegrityError, StoreError, StoreUnavailable
 from mooncake_store.records import Records
 
 BEAT_SECONDS = 1.0
 MISSED_BEATS = 5  # that make a run dead
+PATIENCE_SECONDS = 60.0  # with a store that stalls while a run is watched
 
 
 class Claimant(msgspec.Struct, frozen=True):
@@ -77,18 +78,27 @@ def is_alive(records: Records, run_id: str, seconds: float = BEAT_SECONDS * MISS
 def living(records: Records, run_ids: Iterable[str], seconds: float = BEAT_SECONDS * MISSED_BEATS) -> set[str]:
     """The runs whose heartbeat changes within `seconds`, watched together; returns as soon as all have.
 
+    What holds up the one who asks, a master or a holder that stalls, may hold up the heartbeats, too: silence counts
+    from the last answer that was late.
+
     Raises:
-        StoreUnavailable: the master does not answer.
+        StoreUnavailable: the master does not answer, or answers too late for too long.
     """
-    deadline = time.monotonic() + seconds
     first = {run_id: _beat_of(records, run_id) for run_id in run_ids}
     alive: set[str] = set()
-    while len(alive) < len(first) and time.monotonic() < deadline:
+    silent, given_up = 0.0, time.monotonic() + PATIENCE_SECONDS
+    while len(alive) < len(first) and silent < seconds:
         time.sleep(BEAT_SECONDS / 4)
+        silent += BEAT_SECONDS / 4
         for run_id in first.keys() - alive:
+            asked = time.monotonic()
             beat = _beat_of(records, run_id)
             if beat is not None and beat != first[run_id]:
                 alive.add(run_id)
+            if time.monotonic() - asked >= BEAT_SECONDS:
+                silent = 0.0
+        if not silent and time.monotonic() > given_up:
+            raise StoreUnavailable("the store answers too slowly to tell whether a run is alive; try again later")
     return alive
 
 
@@ -100,7 +110,8 @@ def sweep(client: MooncakeClient, records: Records, run_id: str) -> int:
         StoreUnavailable: the master does not answer.
     """
     if is_alive(records, run_id):
-        raise ConfigError(f"run {run_id!r} is alive ({owner_of(records, run_id)}); end it first, then sweep")
+        owner = owner_of(records, run_id) or "who owns it cannot be read now"
+        raise ConfigError(f"run {run_id!r} is alive ({owner}); end it first, then sweep")
     return client.remove_matching(run_pattern(run_id))
 
 
@@ -110,8 +121,13 @@ def sweep_dead(client: MooncakeClient, records: Records, run_ids: Collection[str
     Raises:
         StoreUnavailable: the master does not answer.
     """
-    alive = living(records, run_ids)
-    return {run_id: client.remove_matching(run_pattern(run_id)) for run_id in run_ids if run_id not in alive}
+    watched = {run_id: _beat_of(records, run_id) for run_id in run_ids}
+    freed = {}
+    for run_id in watched.keys() - living(records, watched):
+        # Freeing others takes a while, in which somebody may take this one over.
+        if _beat_of(records, run_id) == watched[run_id]:
+            freed[run_id] = client.remove_matching(run_pattern(run_id))
+    return dict(sorted(freed.items()))
 
 
 def _beat_of(records: Records, run_id: str) -> bytes | None:
@@ -150,8 +166,12 @@ class RunClaim:
                 self._take(segment)
                 self._held = True
 
-    def beat(self, segment: str) -> None:
+    def beat(self, segments: Sequence[str]) -> None:
         """Show that the run is alive; claim again what a restart of the master or the end of a holder has lost.
+
+        Args:
+            segments: that may take the records, at least one. While the holder of one is gone and the master has not
+                noticed, writes fail there for longer than a run may be silent.
 
         Raises:
             StoreFull, StoreUnavailable: it could not be written; the next beat may be.
@@ -159,12 +179,12 @@ class RunClaim:
         with self._lock:
             if not self._held:
                 return
-            if not self._records.claim(claim_key(self._run_id), msgspec.json.encode(self._mine), segment):
-                other = owner_of(self._records, self._run_id)
-                if other is not None and other != self._mine:
-                    self._held, self._lost = False, other
+            try:
+                if self._taken_by_other(segments[0]):
                     return
-            self._beat(segment)
+                self._beat(segments[0])
+            except StoreError as error:
+                self._beat_anew(segments, error)
 
     def release(self) -> None:
         """Give the run id up; what the run put stays until it is removed or swept. Best effort."""
@@ -189,6 +209,22 @@ class RunClaim:
             if owner_of(self._records, self._run_id) == other:  # nobody took it over meanwhile
                 self._client.remove_matching(run_pattern(self._run_id))
         raise self._in_use(other)
+
+    def _taken_by_other(self, segment: str) -> bool:
+        if not self._records.claim(claim_key(self._run_id), msgspec.json.encode(self._mine), segment):
+            other = owner_of(self._records, self._run_id)
+            if other is not None and other != self._mine:
+                self._held, self._lost = False, other
+        return not self._held
+
+    def _beat_anew(self, segments: Sequence[str], failure: StoreError) -> None:
+        """Beat in the first segment that takes it, else raise `failure`, or StoreUnavailable of the master."""
+        for segment in segments:
+            self._client.remove(beat_key(self._run_id))  # what lies with a holder that is gone cannot be written over
+            with suppress(StoreError):
+                self._beat(segment)
+                return
+        raise failure
 
     def _beat(self, segment: str) -> None:
         self._beats += 1

@@ -8,6 +8,7 @@ flag and a process id checked before every call, and answers that mean several t
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import importlib
 import importlib.metadata
@@ -143,14 +144,15 @@ class Range(NamedTuple):
 
 
 class _Gate:
-    """Lets one operation at a time into Mooncake, and none after close, which would end the process.
+    """Lets operations into Mooncake, and none after close, which would end the process.
 
-    Each operation polls a core while it waits: four in parallel reach half the bandwidth of one (measured). The lock is
-    reentrant, since a signal handler may close the store just when an operation of its thread has returned.
+    One at a time in each lane: each polls a core while it waits, and four in parallel reach half the bandwidth of one
+    (measured). Batches have one lane and heartbeats another, since an owner that is stopped holds a transfer up for
+    half a minute. The locks are reentrant: a signal handler may close the store in the midst of its thread's operation.
     """
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lanes = (threading.RLock(), threading.RLock())
         self.closed = False
 
 
@@ -163,6 +165,8 @@ class MooncakeClient:
         self._master = master
         self._limits = limits
         self._gate = _Gate()
+        self._lane = 0
+        self._beside: MooncakeClient | None = None
         self._unanswered = False
         self._pid = os.getpid()
         os.register_at_fork(after_in_child=_let_child_end(weakref.ref(self)))
@@ -204,6 +208,12 @@ class MooncakeClient:
                 code=code,
             )
         return cls(native, module.ReplicateConfig, config.master_server_address, limits)
+
+    def beside(self) -> MooncakeClient:
+        """The same connection for operations that do not wait for those of this client, nor these for them."""
+        other = copy.copy(self)
+        other._lane, other._beside = 1, self  # which keeps the connection open, as long as the other is there
+        return other
 
     @property
     def segment_name(self) -> str:
@@ -387,7 +397,7 @@ class MooncakeClient:
 
     def _call(self, operation: str, *arguments: Any) -> Any:
         self._check_usable()
-        with self._gate.lock:
+        with self._gate.lanes[self._lane]:
             if self._gate.closed:
                 raise StoreClosed(f"the connection to {self._master} is closed; open a new store")
             if operation in _LOCAL:
@@ -491,6 +501,6 @@ def _let_child_end(client: weakref.ref[MooncakeClient]) -> Callable[[], None]:
 
 def _close_native(native: Any, gate: _Gate, pid: int) -> None:
     if os.getpid() == pid:
-        with gate.lock:
+        with gate.lanes[0], gate.lanes[1]:
             gate.closed = True
             native.close()

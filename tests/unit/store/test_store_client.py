@@ -171,10 +171,11 @@ def test_attempts_are_bounded_and_the_last_is_told() -> None:
 
 
 def test_an_attempt_that_took_long_is_the_last() -> None:
-    attempt = next(attempts(0.05))
-    assert not attempt.is_last()
+    attempt, asked_before = next(attempts(0.05)), next(attempts(0.05))
+    assert not asked_before.is_last()
     time.sleep(0.06)
     assert attempt.is_last()
+    assert not asked_before.is_last()  # whoever was told that another follows gets one
 
 
 @pytest.mark.parametrize("code", codes.UNANSWERED)
@@ -411,7 +412,7 @@ def test_after_close_nothing_reaches_mooncake() -> None:
 class Reading(Script):
     """Runs `during` in each read."""
 
-    def __init__(self, during: Callable[[], None]) -> None:
+    def __init__(self, during: Callable[[], object]) -> None:
         super().__init__()
         self.during = during
 
@@ -437,6 +438,24 @@ def test_one_operation_at_a_time() -> None:
     for thread in threads:
         thread.join()
     assert most == 1
+
+
+def test_what_goes_beside_does_not_wait_and_ends_with_the_connection() -> None:
+    entered, leave = threading.Event(), threading.Event()
+    script = Reading(lambda: (entered.set(), leave.wait(10)))
+    connection = client(script)
+    beside = connection.beside()
+    reader = threading.Thread(target=connection.read, args=(1, ONE))
+    reader.start()
+    assert entered.wait(10)
+    beside.replace("k", 1, 8, "host")
+    assert reader.is_alive()
+    leave.set()
+    reader.join()
+    connection.close()
+    with pytest.raises(StoreClosed):
+        beside.replace("k", 1, 8, "host")
+    assert script.closed == 1
 
 
 def test_close_waits_for_the_operation_in_flight() -> None:
