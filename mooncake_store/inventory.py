@@ -9,6 +9,7 @@ import re
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from itertools import islice
 from typing import NamedTuple
 
@@ -96,7 +97,7 @@ class Metrics:
         try:
             with urllib.request.urlopen(self._url + path, timeout=10.0) as answer:
                 text: str = answer.read().decode(errors="replace")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise StoreUnavailable(
                 f"the metrics port of the master does not answer at {self._url}{path} ({reason}); it lists what is in "

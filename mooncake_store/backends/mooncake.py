@@ -83,8 +83,8 @@ class MooncakeCarrier:
         return self._reader.get(ref)
 
     def remove(self, ref: BatchRef) -> None:
+        self._outstanding.discard(ref.key)  # first, so that it is not published again after it was removed
         self._reader.remove(ref)
-        self._outstanding.discard(ref.key)
 
     def close(self) -> None:
         self._ended.set()
