@@ -202,7 +202,8 @@ class RunClaim:
         for _ in range(2):
             if self._records.claim(claim_key(self._run_id), mine, segment):
                 self._beat(segment)
-                return
+                if other is None or self._kept():
+                    return
             other = owner_of(self._records, self._run_id)
             if is_alive(self._records, self._run_id):
                 break
@@ -225,6 +226,11 @@ class RunClaim:
                 self._beat(segment)
                 return
         raise failure
+
+    def _kept(self) -> bool:
+        """Whether a run that was taken over stays ours: two that saw the same owner die may both have swept."""
+        time.sleep(BEAT_SECONDS / 4)
+        return owner_of(self._records, self._run_id) == self._mine
 
     def _beat(self, segment: str) -> None:
         self._beats += 1

@@ -142,6 +142,24 @@ def test_only_one_takes_over(master: Master, clock: Clock) -> None:
     assert owner_of(master.records, "r") == third
 
 
+def test_of_two_that_take_over_at_once_one_has_it(master: Master, clock: Clock) -> None:
+    """The other looked at the dead claim before this one swept it, and sweeps only when this one has its own."""
+    owned_by_other(master)
+    third = Claimant("cd" * 16, "third", 18)
+
+    def take_over() -> None:
+        owner = owner_of(master.records, "r")
+        if owner not in (OTHER, third):
+            master.remove_matching(run_pattern("r"))
+            assert master.records.claim(claim_key("r"), msgspec.json.encode(third), "a")
+            clock.during = lambda: master.records.replace(beat_key("r"), str(clock.now).encode(), "a")
+
+    clock.during = take_over
+    with pytest.raises(ConfigError, match="in use by process 18 of third"):
+        claim_of(master).take("a")
+    assert owner_of(master.records, "r") == third
+
+
 @pytest.mark.parametrize("record", [b"", b"{", b'{"token": 1}'])
 def test_a_claim_that_cannot_be_read_is_somebodys_until_its_beats_stop(
     master: Master, clock: Clock, record: bytes
