@@ -33,6 +33,7 @@ from mooncake_store import (
 )
 from mooncake_store.client import Limits
 from mooncake_store.config import rdma_devices
+from mooncake_store.inventory import Metrics
 from tests.integration.store.store_children import Child
 from tests.integration.store.store_services import HANG, MIB, batch_of, batches, settings, store_with
 
@@ -304,6 +305,12 @@ def test_a_forked_process_is_refused_and_ends(master: MasterProcess) -> None:
 
 
 # --- the master's process -------------------------------------------------------------------------------------------
+
+
+def test_a_proxy_for_the_world_outside_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with MasterProcess(tmp_path / "master.log", start_timeout=5) as master:
+        assert Metrics(master.metrics_url).list_keys() == []
 
 
 def test_master_starts_answers_and_stops(tmp_path: Path) -> None:
