@@ -13,23 +13,23 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from mooncake_store.client import MooncakeClient
-from mooncake_store.errors import ConfigError, IntegrityError, StoreError
+from mooncake_store.errors import ConfigError, IntegrityError, StoreError, StoreUnavailable
 from mooncake_store.records import Records
 from mooncake_store.segment import boot_id
 
 BEAT_SECONDS = 1.0
-# Silence that makes a claimed run dead. A beat waits for the transfer in flight, and Mooncake gives up on one whose
-# other end is stopped after 30 seconds.
+# Silence that makes a claimed run dead. Beats wait for no transfer, but a process may be stopped or starved a while.
 SILENT_SECONDS = 45.0
 # The same for a run without a claim: one that was closed, or whose claim a restarted master lost a beat ago.
 UNCLAIMED_SECONDS = 5.0
+GIVE_UP_SECONDS = 60.0  # with a store that stalls while runs are watched
 
 
 class Claimant(msgspec.Struct, frozen=True):
@@ -115,20 +115,31 @@ def living(records: Records, run_ids: Iterable[str], seconds: float | None = Non
     Args:
         seconds: to watch each, instead of SILENT_SECONDS, UNCLAIMED_SECONDS, or not at all when its process is gone.
 
+    What holds up the one who asks, a master or a holder that stalls, may hold up the heartbeats, too: silence counts
+    from the last answer that was late.
+
     Raises:
-        StoreUnavailable: the master does not answer.
+        StoreUnavailable: the master does not answer, or answers too late for too long.
     """
-    began = time.monotonic()
     first = {run_id: _beat_of(records, run_id) for run_id in run_ids}
-    watched = {run_id: began + _patience(owner_of(records, run_id), seconds) for run_id in first}
     alive: set[str] = set()
-    while watched := {run_id: until for run_id, until in watched.items() if time.monotonic() < until}:
+    silence = {run_id: _patience(owner_of(records, run_id), seconds) for run_id in first}
+    left = {run_id: patience for run_id, patience in silence.items() if patience > 0}
+    given_up = time.monotonic() + max(silence.values(), default=0.0) + GIVE_UP_SECONDS
+    while left:
         time.sleep(BEAT_SECONDS / 4)
-        for run_id in list(watched):
+        late = False
+        for run_id in list(left):
+            asked = time.monotonic()
             beat = _beat_of(records, run_id)
+            late = late or time.monotonic() - asked >= BEAT_SECONDS
             if beat is not None and beat != first[run_id]:
                 alive.add(run_id)
-                del watched[run_id]
+                del left[run_id]
+        if late and time.monotonic() > given_up:
+            raise StoreUnavailable("the store answers too slowly to tell whether a run is alive; try again later")
+        passed = {run_id: silence[run_id] if late else more - BEAT_SECONDS / 4 for run_id, more in left.items()}
+        left = {run_id: more for run_id, more in passed.items() if more > 0}
     return alive
 
 
@@ -148,7 +159,8 @@ def sweep(client: MooncakeClient, records: Records, run_id: str) -> int:
         StoreUnavailable: the master does not answer.
     """
     if is_alive(records, run_id):
-        raise ConfigError(f"run {run_id!r} is alive ({owner_of(records, run_id)}); end it first, then sweep")
+        owner = owner_of(records, run_id) or "who owns it cannot be read now"
+        raise ConfigError(f"run {run_id!r} is alive ({owner}); end it first, then sweep")
     return client.remove_matching(run_pattern(run_id))
 
 
@@ -158,8 +170,13 @@ def sweep_dead(client: MooncakeClient, records: Records, run_ids: Collection[str
     Raises:
         StoreUnavailable: the master does not answer.
     """
-    alive = living(records, run_ids)
-    return {run_id: client.remove_matching(run_pattern(run_id)) for run_id in run_ids if run_id not in alive}
+    watched = {run_id: _beat_of(records, run_id) for run_id in run_ids}
+    freed = {}
+    for run_id in watched.keys() - living(records, watched):
+        # Freeing others takes a while, in which somebody may take this one over.
+        if _beat_of(records, run_id) == watched[run_id]:
+            freed[run_id] = client.remove_matching(run_pattern(run_id))
+    return dict(sorted(freed.items()))
 
 
 def _beat_of(records: Records, run_id: str) -> bytes | None:
@@ -199,8 +216,12 @@ class RunClaim:
                 self._take(segment)
                 self._held = True
 
-    def beat(self, segment: str) -> None:
+    def beat(self, segments: Sequence[str]) -> None:
         """Show that the run is alive; claim again what a restart of the master or the end of a holder has lost.
+
+        Args:
+            segments: that may take the records, at least one. While the holder of one is gone and the master has not
+                noticed, writes fail there for longer than a run may be silent.
 
         Raises:
             StoreFull, StoreUnavailable: it could not be written; the next beat may be.
@@ -208,12 +229,12 @@ class RunClaim:
         with self._lock:
             if not self._held:
                 return
-            if not self._records.claim(claim_key(self._run_id), msgspec.json.encode(self._mine), segment):
-                other = owner_of(self._records, self._run_id)
-                if other is not None and other != self._mine:
-                    self._held, self._lost = False, other
+            try:
+                if self._taken_by_other(segments[0]):
                     return
-            self._beat(segment)
+                self._beat(segments[0])
+            except StoreError as error:
+                self._beat_anew(segments, error)
 
     def release(self) -> None:
         """Give the run id up; what the run put stays until it is removed or swept. Best effort."""
@@ -231,13 +252,35 @@ class RunClaim:
         for _ in range(2):
             if self._records.claim(claim_key(self._run_id), mine, segment):
                 self._beat(segment)
-                return
+                if other is None or self._kept():
+                    return
             other = owner_of(self._records, self._run_id)
             if is_alive(self._records, self._run_id):
                 break
             if owner_of(self._records, self._run_id) == other:  # nobody took it over meanwhile
                 self._client.remove_matching(run_pattern(self._run_id))
         raise self._in_use(other)
+
+    def _taken_by_other(self, segment: str) -> bool:
+        if not self._records.claim(claim_key(self._run_id), msgspec.json.encode(self._mine), segment):
+            other = owner_of(self._records, self._run_id)
+            if other is not None and other != self._mine:
+                self._held, self._lost = False, other
+        return not self._held
+
+    def _beat_anew(self, segments: Sequence[str], failure: StoreError) -> None:
+        """Beat in the first segment that takes it, else raise `failure`, or StoreUnavailable of the master."""
+        for segment in segments:
+            self._client.remove(beat_key(self._run_id))  # what lies with a holder that is gone cannot be written over
+            with suppress(StoreError):
+                self._beat(segment)
+                return
+        raise failure
+
+    def _kept(self) -> bool:
+        """Whether a run that was taken over stays ours: two that saw the same owner die may both have swept."""
+        time.sleep(BEAT_SECONDS / 4)
+        return owner_of(self._records, self._run_id) == self._mine
 
     def _beat(self, segment: str) -> None:
         self._beats += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -90,6 +90,7 @@ class Outstanding:
         for some in _batches(parts, _PER_ASK):
             self._ask(new, Ask(old.epoch, [_kept(part) for part in some if part.offset is not None]))
         found = self._await([part.key for part in parts])
+        self._remove_again({key: copy for key, copy in lost.items() if found.keys() & {p.key for p in copy.parts}})
         for key, copy in lost.items():
             offsets = [found.get(part.key) for part in copy.parts]
             with self._lock:
@@ -108,6 +109,13 @@ class Outstanding:
                     continue
                 del self._copies[key]
             _log.error("batch %s is lost: the master was restarted and its memory could not be kept", key)
+
+    def _remove_again(self, published: Mapping[str, Copy]) -> None:
+        """Free what was removed between the request to publish it again and the answer: nobody else would."""
+        with self._lock:
+            removed = [copy for key, copy in published.items() if key not in self._copies]
+        for part in [part for copy in removed for part in copy.parts]:
+            self._client.remove(part.key)
 
     def _ask(self, holder: SegmentRecord, ask: Ask) -> None:
         payload = msgspec.msgpack.encode(ask)

@@ -15,6 +15,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,12 @@ from mooncake_store import (
     MasterProcess,
     ObjectLost,
     ObjectNotFound,
+    ObjectStore,
     StoreError,
     StoreFull,
     StoreUnavailable,
 )
-from mooncake_store.claim import sweep
+from mooncake_store.claim import beat_key, sweep
 from mooncake_store.client import Limits, MooncakeClient
 from mooncake_store.config import resolve
 from mooncake_store.holder import RunningHolder, SegmentHolder, start_holder
@@ -245,6 +247,46 @@ def test_replicas_survive_the_loss_of_an_owner(master: MasterProcess, tmp_path: 
                 store.put(batch_of(SIZE))
             store.remove(ref)
         works(master.address)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_run_stays_alive_without_the_holder_of_its_heartbeat(tmp_path: Path, how: signal.Signals) -> None:
+    """Mooncake takes longer to give an owner up than a run may be silent, and a stopped one holds transfers up."""
+    with (
+        MasterProcess(tmp_path / "master.log") as master,
+        holding(master.address, tmp_path),
+        holding(master.address, tmp_path),
+        store_with(master.address, replica_num=2, share_memory=False) as store,
+        store_with(master.address, "observer") as observer,
+    ):
+        ref = store.put(batch_of(SIZE))
+        writer, watcher = carrier_of(store), carrier_of(observer)
+        (location,) = writer._client.locate([beat_key("run1")])
+        assert location is not None
+        holders = sorted(writer._owners.all(), key=lambda owner: not owner.holds(location))
+        stopped = holders[how == signal.SIGSTOP]
+        os.kill(stopped.pid, how)
+        try:
+            putting = threading.Thread(target=_try_to_put, args=(store,))
+            if how == signal.SIGSTOP:
+                putting.start()
+            time.sleep(1)
+            for _ in range(2):
+                with pytest.raises(ConfigError, match="is alive"):
+                    sweep(watcher._client, watcher._records, "run1")
+            with observer.get(ref) as got:
+                assert same(got, SIZE)
+        finally:
+            if how == signal.SIGSTOP:
+                os.kill(stopped.pid, signal.SIGCONT)
+                putting.join(HANG)
+        assert not putting.is_alive()
+
+
+def _try_to_put(store: ObjectStore) -> None:
+    with suppress(StoreError):
+        store.put(batch_of(SIZE))
 
 
 # --- writers and readers that die -----------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ def test_beats_go_on_after_a_failure(error: Exception, part: str, monkeypatch: p
     monkeypatch.setattr(backend, "KEEPER_SECONDS", 0.01)
     master: Any = Master(Lent("a"))
     monkeypatch.setattr(master, "close", lambda: None, raising=False)
+    monkeypatch.setattr(master, "beside", lambda: master, raising=False)
     config = resolve({"master_server_address": "h:1", "protocol": "tcp", "local_hostname": "h"}, {})
     carrier = MooncakeCarrier(master, config, "r")
     carrier.put(Content(b"x" * 100))

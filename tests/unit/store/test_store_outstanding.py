@@ -145,6 +145,23 @@ def test_what_is_removed_while_it_is_published_again_does_not_stay(caplog: pytes
     assert "is lost" not in caplog.text
 
 
+@pytest.mark.parametrize("chunk_bytes", [None, 1000])
+def test_what_is_removed_while_it_is_published_again_leaves_nothing(chunk_bytes: int | None) -> None:
+    master = Asked(Lent("a"))
+    process = Process(master, chunk_bytes=chunk_bytes)
+    removed, kept = process.put(), process.put()
+    master.restart_and_lend(Lent("a", epoch=1))
+
+    def remove() -> None:  # between the request and the answer
+        process.outstanding.discard(removed.key)
+        process.transport.remove(ref_of(removed))
+
+    master.meanwhile["write"] = remove
+    process.outstanding.tick()
+    assert process.read(kept) == PAYLOAD
+    assert not master.stored(removed.key)
+
+
 def test_what_the_holder_lost_is_told_and_forgotten(caplog: pytest.LogCaptureFixture) -> None:
     master = Asked(Lent("a"))
     process = Process(master, chunk_bytes=1000)
