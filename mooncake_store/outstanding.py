@@ -31,6 +31,8 @@ class Outstanding:
         self._lock = threading.Lock()
         self._copies: dict[str, list[Copy]] = {}
         self._missing_since: dict[str, float] = {}
+        # By batch: the keys of the parts that a holder was asked for, and until when it may publish them.
+        self._asked_for: dict[str, tuple[list[str], float]] = {}
 
     def add(self, written: Written) -> None:
         """Remember an object."""
@@ -52,6 +54,7 @@ class Outstanding:
         Raises:
             StoreUnavailable: the master does not answer.
         """
+        self._remove_again()
         with self._lock:
             owners = {copy.owner.sentinel: copy.owner for copies in self._copies.values() for copy in copies}
         if not owners:
@@ -85,21 +88,20 @@ class Outstanding:
     def _publish_again(self, old: SegmentRecord, new: SegmentRecord) -> None:
         with self._lock:
             every = [(key, copy) for key, copies in self._copies.items() for copy in copies]
-        lost = {key: copy for key, copy in every if copy.owner.sentinel == old.sentinel}
+            lost = {key: copy for key, copy in every if copy.owner.sentinel == old.sentinel}
+            until = time.monotonic() + KEEP_SECONDS  # then the holder has nothing left to publish
+            for key, copy in lost.items():
+                self._asked_for[key] = [part.key for part in copy.parts], until
         parts = [part for copy in lost.values() for part in copy.parts]
         for some in _batches(parts, _PER_ASK):
             self._ask(new, Ask(old.epoch, [_kept(part) for part in some if part.offset is not None]))
-        found = self._await([part.key for part in parts])
-        self._remove_again({key: copy for key, copy in lost.items() if found.keys() & {p.key for p in copy.parts}})
+        found = self._await(lost)
         for key, copy in lost.items():
             offsets = [found.get(part.key) for part in copy.parts]
             with self._lock:
-                removed = key not in self._copies
-            if removed:  # while it was being published again
-                self._client.revoke([part.key for part in copy.parts])
-                continue
-            with self._lock:
-                self._copies.setdefault(key, [copy]).remove(copy)
+                if key not in self._copies:
+                    continue
+                self._copies[key].remove(copy)
                 if None not in offsets:
                     moved = tuple(
                         Part(part.key, part.frame, offset) for part, offset in zip(copy.parts, offsets, strict=True)
@@ -109,13 +111,7 @@ class Outstanding:
                     continue
                 del self._copies[key]
             _log.error("batch %s is lost: the master was restarted and its memory could not be kept", key)
-
-    def _remove_again(self, published: Mapping[str, Copy]) -> None:
-        """Free what was removed between the request to publish it again and the answer: nobody else would."""
-        with self._lock:
-            removed = [copy for key, copy in published.items() if key not in self._copies]
-        for part in [part for copy in removed for part in copy.parts]:
-            self._client.remove(part.key)
+        self._remove_again()
 
     def _ask(self, holder: SegmentRecord, ask: Ask) -> None:
         payload = msgspec.msgpack.encode(ask)
@@ -123,10 +119,16 @@ class Outstanding:
         while not self._records.claim(ask_key(holder.holder, holder.epoch, number), payload, holder.name):
             number += 1
 
-    def _await(self, keys: Sequence[str]) -> dict[str, int]:
-        """Wait until the objects are there again, a bounded time; where those lie that are."""
+    def _await(self, lost: Mapping[str, Copy]) -> dict[str, int]:
+        """Wait until what is still wanted is there again, a bounded time; where those parts lie that are."""
         deadline = time.monotonic() + ANSWER_SECONDS
-        while not all(self._client.exist(keys)) and time.monotonic() < deadline:
+        while True:
+            with self._lock:
+                keys = [part.key for key, copy in lost.items() if key in self._copies for part in copy.parts]
+            if not keys:
+                return {}
+            if all(self._client.exist(keys)) or time.monotonic() >= deadline:
+                break
             time.sleep(0.1)
         found = {}
         for key, location in zip(keys, self._client.locate(keys), strict=True):
@@ -136,6 +138,17 @@ class Outstanding:
                 if offset is not None:
                     found[key] = offset
         return found
+
+    def _remove_again(self) -> None:
+        """Free what was removed while a holder was asked to publish it again: that remove found nothing to free."""
+        now = time.monotonic()
+        with self._lock:
+            self._asked_for = {key: asked for key, asked in self._asked_for.items() if asked[1] > now}
+            keys = [part for key, (parts, _) in self._asked_for.items() if key not in self._copies for part in parts]
+        if keys:
+            for key, exists in zip(keys, self._client.exist(keys), strict=True):
+                if exists:
+                    self._client.remove(key)
 
     def _give_up(self, old: SegmentRecord) -> None:
         with self._lock:

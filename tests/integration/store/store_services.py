@@ -72,8 +72,12 @@ def metric(master: MasterProcess, name: str) -> float:
 
 def batches(master: MasterProcess, run_id: str = "") -> list[str]:
     """Keys of the parts of batches that the master knows, of one run or of all."""
-    found = [key for key in _ask(master, "/get_all_keys").split() if "/b/" in key]
-    return sorted(key for key in found if key.startswith(f"run/{run_id}"))
+    return sorted(key for key in keys(master) if "/b/" in key and key.startswith(f"run/{run_id}"))
+
+
+def keys(master: MasterProcess) -> list[str]:
+    """All keys that the master knows."""
+    return _ask(master, "/get_all_keys").split()
 
 
 def lies_at(master: MasterProcess, key: str) -> int:

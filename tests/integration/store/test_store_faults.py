@@ -41,6 +41,7 @@ from mooncake_store.client import Limits, MooncakeClient
 from mooncake_store.config import resolve
 from mooncake_store.holder import RunningHolder, SegmentHolder, start_holder
 from mooncake_store.ledger import Ledger
+from mooncake_store.outstanding import Outstanding
 from tests.integration.store.store_children import Child
 from tests.integration.store.store_services import (
     HANG,
@@ -442,6 +443,33 @@ def test_a_master_that_is_restarted_twice(master: MasterProcess, holder: Running
             with store.get(ref) as got:
                 assert same(got, SIZE, 4)
             store.remove(ref)
+            works(master.address)
+
+
+def test_a_batch_that_is_removed_while_it_is_published_again_stays_removed(
+    master: MasterProcess, holder: RunningHolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = threading.Event()
+    ask = Outstanding._ask
+    with store_with(master.address) as store:
+        refs = [store.put(batch_of(SIZE, seed)) for seed in range(2)]
+
+        def remove_first(*arguments: Any) -> None:
+            store.remove(refs[0])  # the new master knows nothing of it
+            ask(*arguments)
+            asked.set()
+
+        monkeypatch.setattr(Outstanding, "_ask", remove_first)
+        with replaced(master, tmp_path) as second:
+            assert asked.wait(HANG)
+            deadline = time.monotonic() + HANG
+            left = [f"{refs[1].key}/0.0"]
+            while batches(second) != left and time.monotonic() < deadline:
+                time.sleep(0.1)
+            assert batches(second) == left
+            with store.get(refs[1]) as got:
+                assert same(got, SIZE, 1)
+            store.remove(refs[1])
             works(master.address)
 
 
