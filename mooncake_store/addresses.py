@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
+import urllib.request
 from urllib.parse import urlsplit
 
 from mooncake_store.bounded import bounded
@@ -13,6 +14,8 @@ from mooncake_store.errors import ConfigError
 LOOKUP_SECONDS = 3.0  # a name server that does not answer would hold getaddrinfo for much longer
 _HOST = re.compile(r"[\w.-]+")
 _HTTP_PORTS = {"http": 80, "https": 443}
+# A master is inside the cluster, where a proxy for the world outside (http_proxy) does not lead.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def endpoints(address: str) -> list[tuple[str, int]]:
@@ -30,6 +33,13 @@ def endpoints(address: str) -> list[tuple[str, int]]:
     if len(entries) > 1 and scheme != "etcd":
         raise ConfigError(f"{address!r} names several hosts; only etcd:// takes more than one")
     return [_endpoint(entry, address) for entry in entries]
+
+
+def fetch(url: str, timeout: float) -> bytes:
+    """What a master's HTTP port answers, past any proxy; raises what `urllib.request.urlopen` and `read` raise."""
+    with _DIRECT.open(url, timeout=timeout) as answer:
+        body: bytes = answer.read()
+    return body
 
 
 def is_host(text: str) -> bool:

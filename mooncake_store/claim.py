@@ -1,7 +1,8 @@
 """Who owns a run id: an exclusive claim with a heartbeat, and the sweep of what dead runs left.
 
 A claim is alive while its heartbeat changes before the eyes of whoever asks. No clock is compared with another's, and
-none that can be set: only the observer's own monotonic one counts.
+none that can be set: only the observer's own monotonic one counts. Where the claimant can be seen, in the same PID
+namespace, its absence is proof, and nobody has to wait.
 """
 
 from __future__ import annotations
@@ -12,28 +13,62 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 
 from mooncake_store.client import MooncakeClient
-from mooncake_store.errors import ConfigError, IntegrityError, StoreError
+from mooncake_store.errors import ConfigError, IntegrityError, StoreError, StoreUnavailable
 from mooncake_store.records import Records
+from mooncake_store.segment import boot_id
 
 BEAT_SECONDS = 1.0
-MISSED_BEATS = 5  # that make a run dead
+# Silence that makes a claimed run dead. Beats wait for no transfer, but a process may be stopped or starved a while.
+SILENT_SECONDS = 45.0
+# The same for a run without a claim: one that was closed, or whose claim a restarted master lost a beat ago.
+UNCLAIMED_SECONDS = 5.0
+GIVE_UP_SECONDS = 60.0  # with a store that stalls while runs are watched
 
 
 class Claimant(msgspec.Struct, frozen=True):
-    """The process that owns a run."""
+    """The process that owns a run.
+
+    Attributes:
+        token: 32 hex digits, of this claim alone.
+        host, pid: for people.
+        process: tells it from all other processes there ever were, see `_identity`; empty when that is not known.
+    """
 
     token: str
     host: str
     pid: int
+    process: str = ""
 
     def __str__(self) -> str:
         return f"process {self.pid} of {self.host}"
+
+    def is_gone(self) -> bool:
+        """Whether it certainly runs no more. False also when it cannot be seen from here."""
+        namespace, _, _ = self.process.rpartition("/")
+        if not namespace or namespace != _namespace():
+            return False
+        return _identity(self.pid) != self.process
+
+
+def _namespace() -> str:
+    """This boot of this host's kernel, and the PID namespace of this process in it."""
+    return f"{boot_id()}/{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def _identity(pid: int) -> str:
+    """The namespace and the moment since boot when a process began; empty when none with this pid runs."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if state in "ZX" else f"{_namespace()}/{pid}-{fields[18]}"
 
 
 def claim_key(run_id: str) -> str:
@@ -65,8 +100,8 @@ def owner_of(records: Records, run_id: str) -> Claimant | None:
         return None
 
 
-def is_alive(records: Records, run_id: str, seconds: float = BEAT_SECONDS * MISSED_BEATS) -> bool:
-    """Whether the run's heartbeat changes within `seconds`; returns as soon as it does.
+def is_alive(records: Records, run_id: str, seconds: float | None = None) -> bool:
+    """Whether the run's heartbeat changes, see `living`.
 
     Raises:
         StoreUnavailable: the master does not answer.
@@ -74,22 +109,46 @@ def is_alive(records: Records, run_id: str, seconds: float = BEAT_SECONDS * MISS
     return bool(living(records, [run_id], seconds))
 
 
-def living(records: Records, run_ids: Iterable[str], seconds: float = BEAT_SECONDS * MISSED_BEATS) -> set[str]:
-    """The runs whose heartbeat changes within `seconds`, watched together; returns as soon as all have.
+def living(records: Records, run_ids: Iterable[str], seconds: float | None = None) -> set[str]:
+    """The runs whose heartbeat changes, watched together; returns as soon as every run is known to be alive or dead.
+
+    Args:
+        seconds: to watch each, instead of SILENT_SECONDS, UNCLAIMED_SECONDS, or not at all when its process is gone.
+
+    What holds up the one who asks, a master or a holder that stalls, may hold up the heartbeats, too: silence counts
+    from the last answer that was late.
 
     Raises:
-        StoreUnavailable: the master does not answer.
+        StoreUnavailable: the master does not answer, or answers too late for too long.
     """
-    deadline = time.monotonic() + seconds
     first = {run_id: _beat_of(records, run_id) for run_id in run_ids}
     alive: set[str] = set()
-    while len(alive) < len(first) and time.monotonic() < deadline:
+    silence = {run_id: _patience(owner_of(records, run_id), seconds) for run_id in first}
+    left = {run_id: patience for run_id, patience in silence.items() if patience > 0}
+    given_up = time.monotonic() + max(silence.values(), default=0.0) + GIVE_UP_SECONDS
+    while left:
         time.sleep(BEAT_SECONDS / 4)
-        for run_id in first.keys() - alive:
+        late = False
+        for run_id in list(left):
+            asked = time.monotonic()
             beat = _beat_of(records, run_id)
+            late = late or time.monotonic() - asked >= BEAT_SECONDS
             if beat is not None and beat != first[run_id]:
                 alive.add(run_id)
+                del left[run_id]
+        if late and time.monotonic() > given_up:
+            raise StoreUnavailable("the store answers too slowly to tell whether a run is alive; try again later")
+        passed = {run_id: silence[run_id] if late else more - BEAT_SECONDS / 4 for run_id, more in left.items()}
+        left = {run_id: more for run_id, more in passed.items() if more > 0}
     return alive
+
+
+def _patience(owner: Claimant | None, seconds: float | None) -> float:
+    if seconds is not None:
+        return seconds
+    if owner is None:
+        return UNCLAIMED_SECONDS
+    return 0.0 if owner.is_gone() else SILENT_SECONDS
 
 
 def sweep(client: MooncakeClient, records: Records, run_id: str) -> int:
@@ -100,7 +159,8 @@ def sweep(client: MooncakeClient, records: Records, run_id: str) -> int:
         StoreUnavailable: the master does not answer.
     """
     if is_alive(records, run_id):
-        raise ConfigError(f"run {run_id!r} is alive ({owner_of(records, run_id)}); end it first, then sweep")
+        owner = owner_of(records, run_id) or "who owns it cannot be read now"
+        raise ConfigError(f"run {run_id!r} is alive ({owner}); end it first, then sweep")
     return client.remove_matching(run_pattern(run_id))
 
 
@@ -110,8 +170,13 @@ def sweep_dead(client: MooncakeClient, records: Records, run_ids: Collection[str
     Raises:
         StoreUnavailable: the master does not answer.
     """
-    alive = living(records, run_ids)
-    return {run_id: client.remove_matching(run_pattern(run_id)) for run_id in run_ids if run_id not in alive}
+    watched = {run_id: _beat_of(records, run_id) for run_id in run_ids}
+    freed = {}
+    for run_id in watched.keys() - living(records, watched):
+        # Freeing others takes a while, in which somebody may take this one over.
+        if _beat_of(records, run_id) == watched[run_id]:
+            freed[run_id] = client.remove_matching(run_pattern(run_id))
+    return dict(sorted(freed.items()))
 
 
 def _beat_of(records: Records, run_id: str) -> bytes | None:
@@ -130,7 +195,8 @@ class RunClaim:
 
     def __init__(self, client: MooncakeClient, records: Records, run_id: str) -> None:
         self._client, self._records, self._run_id = client, records, run_id
-        self._mine = Claimant(uuid.uuid4().hex, socket.gethostname(), os.getpid())
+        pid = os.getpid()
+        self._mine = Claimant(uuid.uuid4().hex, socket.gethostname(), pid, _identity(pid))
         self._lock = threading.Lock()
         self._held = False
         self._lost: Claimant | None = None
@@ -150,8 +216,12 @@ class RunClaim:
                 self._take(segment)
                 self._held = True
 
-    def beat(self, segment: str) -> None:
+    def beat(self, segments: Sequence[str]) -> None:
         """Show that the run is alive; claim again what a restart of the master or the end of a holder has lost.
+
+        Args:
+            segments: that may take the records, at least one. While the holder of one is gone and the master has not
+                noticed, writes fail there for longer than a run may be silent.
 
         Raises:
             StoreFull, StoreUnavailable: it could not be written; the next beat may be.
@@ -159,12 +229,12 @@ class RunClaim:
         with self._lock:
             if not self._held:
                 return
-            if not self._records.claim(claim_key(self._run_id), msgspec.json.encode(self._mine), segment):
-                other = owner_of(self._records, self._run_id)
-                if other is not None and other != self._mine:
-                    self._held, self._lost = False, other
+            try:
+                if self._taken_by_other(segments[0]):
                     return
-            self._beat(segment)
+                self._beat(segments[0])
+            except StoreError as error:
+                self._beat_anew(segments, error)
 
     def release(self) -> None:
         """Give the run id up; what the run put stays until it is removed or swept. Best effort."""
@@ -182,13 +252,35 @@ class RunClaim:
         for _ in range(2):
             if self._records.claim(claim_key(self._run_id), mine, segment):
                 self._beat(segment)
-                return
+                if other is None or self._kept():
+                    return
             other = owner_of(self._records, self._run_id)
             if is_alive(self._records, self._run_id):
                 break
             if owner_of(self._records, self._run_id) == other:  # nobody took it over meanwhile
                 self._client.remove_matching(run_pattern(self._run_id))
         raise self._in_use(other)
+
+    def _taken_by_other(self, segment: str) -> bool:
+        if not self._records.claim(claim_key(self._run_id), msgspec.json.encode(self._mine), segment):
+            other = owner_of(self._records, self._run_id)
+            if other is not None and other != self._mine:
+                self._held, self._lost = False, other
+        return not self._held
+
+    def _beat_anew(self, segments: Sequence[str], failure: StoreError) -> None:
+        """Beat in the first segment that takes it, else raise `failure`, or StoreUnavailable of the master."""
+        for segment in segments:
+            self._client.remove(beat_key(self._run_id))  # what lies with a holder that is gone cannot be written over
+            with suppress(StoreError):
+                self._beat(segment)
+                return
+        raise failure
+
+    def _kept(self) -> bool:
+        """Whether a run that was taken over stays ours: two that saw the same owner die may both have swept."""
+        time.sleep(BEAT_SECONDS / 4)
+        return owner_of(self._records, self._run_id) == self._mine
 
     def _beat(self, segment: str) -> None:
         self._beats += 1

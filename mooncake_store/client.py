@@ -8,6 +8,7 @@ flag and a process id checked before every call, and answers that mean several t
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import importlib
 import importlib.metadata
@@ -142,6 +143,19 @@ class Range(NamedTuple):
     nbytes: int
 
 
+class _Gate:
+    """Lets operations into Mooncake, and none after close, which would end the process.
+
+    One at a time in each lane: each polls a core while it waits, and four in parallel reach half the bandwidth of one
+    (measured). Batches have one lane and heartbeats another, since an owner that is stopped holds a transfer up for
+    half a minute. The locks are reentrant: a signal handler may close the store in the midst of its thread's operation.
+    """
+
+    def __init__(self) -> None:
+        self.lanes = (threading.RLock(), threading.RLock())
+        self.closed = False
+
+
 class MooncakeClient:
     """One connection to a Mooncake master. Build it with `connect`."""
 
@@ -150,13 +164,14 @@ class MooncakeClient:
         self._replicate_config = replicate_config
         self._master = master
         self._limits = limits
-        # Each operation polls a core while it waits: four in parallel reach half the bandwidth of one (measured).
-        self._lock = threading.Lock()
-        self._closed = False
+        self._gate = _Gate()
+        self._lane = 0
+        self._beside: MooncakeClient | None = None
         self._unanswered = False
         self._pid = os.getpid()
         os.register_at_fork(after_in_child=_let_child_end(weakref.ref(self)))
-        self._closer = weakref.finalize(self, _close_native, native, self._pid)
+        # Also at the end of the interpreter, during which threads that use this client may run on.
+        self._closer = weakref.finalize(self, _close_native, native, self._gate, self._pid)
 
     @classmethod
     def connect(cls, config: MooncakeConfig, limits: Limits | None = None) -> MooncakeClient:
@@ -193,6 +208,12 @@ class MooncakeClient:
                 code=code,
             )
         return cls(native, module.ReplicateConfig, config.master_server_address, limits)
+
+    def beside(self) -> MooncakeClient:
+        """The same connection for operations that do not wait for those of this client, nor these for them."""
+        other = copy.copy(self)
+        other._lane, other._beside = 1, self  # which keeps the connection open, as long as the other is there
+        return other
 
     @property
     def segment_name(self) -> str:
@@ -365,21 +386,19 @@ class MooncakeClient:
 
     def unregister(self, address: int) -> None:
         """Forget registered memory. Does nothing when the client is closed: closing forgot it."""
-        if not self._closed and os.getpid() == self._pid:
-            self._call("unregister_buffer", address)
+        if os.getpid() == self._pid:
+            with contextlib.suppress(StoreClosed):
+                self._call("unregister_buffer", address)
 
     def close(self) -> None:
         """Disconnect and unmount; idempotent, and harmless in a forked child. Waits for an operation in flight."""
-        if os.getpid() != self._pid:
-            return
-        with self._lock:
-            self._closed = True
+        if os.getpid() == self._pid:
             self._closer()
 
     def _call(self, operation: str, *arguments: Any) -> Any:
         self._check_usable()
-        with self._lock:
-            if self._closed:
+        with self._gate.lanes[self._lane]:
+            if self._gate.closed:
                 raise StoreClosed(f"the connection to {self._master} is closed; open a new store")
             if operation in _LOCAL:
                 return getattr(self._native, operation)(*arguments)
@@ -480,6 +499,8 @@ def _let_child_end(client: weakref.ref[MooncakeClient]) -> Callable[[], None]:
     return in_child
 
 
-def _close_native(native: Any, pid: int) -> None:
+def _close_native(native: Any, gate: _Gate, pid: int) -> None:
     if os.getpid() == pid:
-        native.close()
+        with gate.lanes[0], gate.lanes[1]:
+            gate.closed = True
+            native.close()

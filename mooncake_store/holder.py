@@ -52,6 +52,7 @@ from mooncake_store.segment import (
 SLOTS = 64
 TICK_SECONDS = 0.25
 KEEP_SECONDS = 60.0  # how long memory of before a restart is kept for writers to ask for what was in it
+ROOM_SECONDS = 5.0  # how long fresh memory is waited for beside the old one, before that is given up for it
 _log = logging.getLogger(__name__)
 
 
@@ -155,8 +156,18 @@ class SegmentHolder:
         old = self._current
         with suppress(StoreError):
             self._client.unmount(old.segment_id)
-        old.kept_until = time.monotonic() + KEEP_SECONDS
-        self._current = self._lend(old.record.epoch + 1)
+        now = time.monotonic()
+        old.kept_until = old.kept_until or now + KEEP_SECONDS
+        try:
+            self._current = self._lend(old.record.epoch + 1)
+        except StoreFull:
+            if old.memory is not None and now > old.kept_until - KEEP_SECONDS + ROOM_SECONDS:
+                _log.error(
+                    "there is no room for fresh memory beside the old: what is in segment %s is lost", old.record.name
+                )
+                old.memory.close()
+                old.memory = None
+            raise
         self._before.append(old)
         self._asked = 0
 

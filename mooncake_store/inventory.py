@@ -6,12 +6,13 @@ Mooncake lists keys and segments only on its master's metrics port; everything e
 from __future__ import annotations
 
 import re
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from itertools import islice
 from typing import NamedTuple
 
+from mooncake_store.addresses import fetch
 from mooncake_store.claim import Claimant, living, owner_of
 from mooncake_store.client import MooncakeClient
 from mooncake_store.errors import ConfigError, StoreUnavailable
@@ -94,16 +95,14 @@ class Metrics:
     def _get(self, path: str) -> str:
         # Mooncake does not decode %-escapes, and nothing that we name needs them.
         try:
-            with urllib.request.urlopen(self._url + path, timeout=10.0) as answer:
-                text: str = answer.read().decode(errors="replace")
-        except (OSError, ValueError) as error:
+            return fetch(self._url + path, timeout=10.0).decode(errors="replace")
+        except (OSError, ValueError, HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise StoreUnavailable(
                 f"the metrics port of the master does not answer at {self._url}{path} ({reason}); it lists what is in "
                 f"the store: name it with {self._source} (mooncake_master has it at --metrics_port, {METRICS_PORT} by "
                 f"default)"
             ) from error
-        return text
 
 
 def runs(client: MooncakeClient, records: Records, metrics: Metrics) -> list[Run]:

@@ -7,12 +7,11 @@ import os
 import shutil
 import sys
 import time
-import urllib.request
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
-from mooncake_store.addresses import unreachable
+from mooncake_store.addresses import fetch, unreachable
 from mooncake_store.errors import MissingDependency, StoreUnavailable
 from mooncake_store.process import ManagedProcess, free_ports
 
@@ -133,8 +132,7 @@ class MasterProcess:
 
     def _healthy(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.metrics_url}/health", timeout=1.0) as answer:
-                ready = bool(json.load(answer).get("service_ready", True))
+            ready = bool(json.loads(fetch(f"{self.metrics_url}/health", timeout=1.0)).get("service_ready", True))
             probe_master(self.address, timeout=1.0)
         except (OSError, ValueError, StoreUnavailable):
             return False

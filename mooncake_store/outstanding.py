@@ -111,6 +111,7 @@ class Outstanding:
                     continue
                 del self._copies[key]
             _log.error("batch %s is lost: the master was restarted and its memory could not be kept", key)
+        self._remove_again()
 
     def _ask(self, holder: SegmentRecord, ask: Ask) -> None:
         payload = msgspec.msgpack.encode(ask)

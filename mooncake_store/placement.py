@@ -148,16 +148,26 @@ class Writer:
         whole = frames(identity, source.nbytes, max(part_bytes, -(-source.nbytes // MAX_PARTS)))
         try:
             return self._write(owner, key, copy, whole, source)
-        except StoreFull:
+        except StoreFull as full:
             pieces = frames(identity, source.nbytes, PIECE_BYTES)
             if len(pieces) <= len(whole):
                 raise
-            return self._write(owner, key, copy, pieces, source)
+            try:
+                return self._write(owner, key, copy, pieces, source)
+            except StoreFull as error:
+                # Pieces go through a buffer, which may be too small for ever; a hole for the whole may still appear.
+                raise (full if full.retryable else error) from error
 
     def _write(self, owner: SegmentRecord, key: str, copy: int, parts: Sequence[Frame], source: _Source) -> Copy:
         keys = [part_key(key, copy, part.part) for part in parts]
         mapping = self._owners.mapping(owner, writable=True)
-        self._client.allocate(keys, [frame.footprint(part.part_bytes) for part in parts], owner.name)
+        try:
+            self._client.allocate(keys, [frame.footprint(part.part_bytes) for part in parts], owner.name)
+        except StoreError:  # not revoked: what is under a key may be another's
+            raise
+        except BaseException:
+            self._client.revoke(keys)
+            raise
         try:
             if mapping is None:
                 # Where a full segment's objects land is told only after they were written.

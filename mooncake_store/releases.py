@@ -46,5 +46,6 @@ class Releases:
         while (function := self._queue.get()) is not None:
             try:
                 function()
-            except Exception:
+            except BaseException:  # asyncio's CancelledError, too: the next release must not wait for ever
                 _log.exception("a release was not acknowledged")
+            del function  # and what it refers to, which may be the last view of another batch

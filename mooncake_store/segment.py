@@ -96,8 +96,8 @@ class Mapping:
         try:
             self._holder = os.pidfd_open(record.pid)
             memory = _map(record, writable)
-        except OSError as error:
-            raise CannotMap(f"{record.path}: {error.strerror}") from error
+        except (OSError, ValueError, OverflowError) as error:  # the record may say anything
+            raise CannotMap(f"{record.path!r}: {getattr(error, 'strerror', None) or error}") from error
         self.bytes: Bytes = np.frombuffer(memory, dtype=np.uint8)
         found = self.bytes[record.probe_at : record.probe_at + PROBE_BYTES].tobytes().hex()
         if found != record.probe:
@@ -177,7 +177,7 @@ def mapped_at(descriptor: int, address: int) -> int | None:
 
 def _map(record: SegmentRecord, writable: bool) -> mmap.mmap:
     flags = os.O_RDWR if writable else os.O_RDONLY
-    descriptor = os.open(record.path, flags | os.O_CLOEXEC)
+    descriptor = os.open(record.path, flags | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO there would hold the caller
     try:
         status = os.fstat(descriptor)
         if status.st_ino != record.inode or status.st_size != record.nbytes:

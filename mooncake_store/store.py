@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from mooncake_store.backends import BackendOptions, Carrier, Stored, find_backend
 from mooncake_store.columns import ValueSpec
@@ -20,6 +20,7 @@ from mooncake_store.layout import Rows, as_lists, decode, encode
 from mooncake_store.ref import BatchRef, provenance
 from mooncake_store.releases import Releases
 
+Result = TypeVar("Result")
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -165,12 +166,12 @@ class ObjectStore:
         self._check_ref(ref)
         with self._lock:
             if ref.key not in self._prefetches:
-                self._prefetches[ref.key] = self._background.submit(self._carrier.get, ref)
+                self._prefetches[ref.key] = self._submit(self._carrier.get, ref)
 
     async def aput(self, batch: Mapping[str, Any], value_spec: Mapping[str, ValueSpec] | None = None) -> BatchRef:
         """`put` in a thread of the store's, so that the event loop goes on. Cancelling does not undo what has begun."""
         self._check_open()
-        return await asyncio.wrap_future(self._background.submit(self.put, batch, value_spec))
+        return await asyncio.wrap_future(self._submit(self.put, batch, value_spec))
 
     async def aget(
         self,
@@ -182,7 +183,7 @@ class ObjectStore:
     ) -> GetResult:
         """`get` in a thread of the store's, so that the event loop goes on."""
         self._check_open()
-        return await asyncio.wrap_future(self._background.submit(self.get, ref, fields, rows, as_lists, on_release))
+        return await asyncio.wrap_future(self._submit(self.get, ref, fields, rows, as_lists, on_release))
 
     def remove(self, ref: BatchRef) -> None:
         """Free a batch. Removing it again, or when it is already gone, does nothing.
@@ -231,6 +232,13 @@ class ObjectStore:
             )
         if self._closed:
             raise StoreClosed(f"the {self.backend} store of run {self.run_id!r} is closed; open a new one")
+
+    def _submit(self, call: Callable[..., Result], *arguments: Any) -> Future[Result]:
+        try:
+            return self._background.submit(call, *arguments)
+        except RuntimeError:  # it was closed just now
+            self._check_open()
+            raise
 
     def _check_ref(self, ref: BatchRef) -> None:
         if ref.backend != self.backend:

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 from mooncake_store.backends import BackendOptions, Payload, Placed, Stored
@@ -57,10 +58,11 @@ class MooncakeCarrier:
         self._owners = Owners(client, records, config.share_memory)
         self._writer = Writer(client, self._owners, self._pool, limits, config.chunk_bytes)
         self._reader = Reader(client, self._owners, self._pool, limits)
-        self._claim = RunClaim(client, records, run_id)
+        beside = client.beside()
+        self._claim = RunClaim(beside, Records(beside), run_id)
         self._outstanding = Outstanding(client, records, self._owners)
         self._ended = threading.Event()
-        self._keeper: threading.Thread | None = None
+        self._keepers: list[threading.Thread] = []
         self._lock = threading.Lock()
 
     def lend(self, config: MooncakeConfig, log: Path) -> None:
@@ -81,14 +83,14 @@ class MooncakeCarrier:
         return self._reader.get(ref)
 
     def remove(self, ref: BatchRef) -> None:
+        self._outstanding.discard(ref.key)  # first, so that it is not published again after it was removed
         self._reader.remove(ref)
-        self._outstanding.discard(ref.key)
 
     def close(self) -> None:
         self._ended.set()
-        keeper = self._keeper
-        if keeper is not None and keeper is not threading.current_thread():
-            keeper.join(2 * KEEPER_SECONDS)
+        for keeper in self._keepers:
+            if keeper is not threading.current_thread():
+                keeper.join(2 * KEEPER_SECONDS)
         self._claim.release()
         self._pool.close()
         self._client.close()
@@ -99,23 +101,33 @@ class MooncakeCarrier:
         """Own the run id, with its records in `segment`, and keep it from now on."""
         self._claim.take(segment)
         with self._lock:
-            if self._keeper is None:
-                self._keeper = threading.Thread(target=self._keep, name="mooncake keeper", daemon=True)
-                self._keeper.start()
+            if not self._keepers:
+                # Two, since publishing again after a restart takes longer than a run may be silent.
+                for number, keep in enumerate((self._beat, self._tend)):
+                    name = f"mooncake keeper {number}"
+                    self._keepers.append(threading.Thread(target=self._keep, args=(keep,), name=name, daemon=True))
+                    self._keepers[-1].start()
 
-    def _keep(self) -> None:
+    def _keep(self, keep: Callable[[int], None]) -> None:
         ticks = 0
         while not self._ended.wait(KEEPER_SECONDS):
             ticks += 1
             try:
-                self._outstanding.tick()
-                owners = self._owners.all()
-                if owners:
-                    self._claim.beat(owners[0].name)
-                if ticks % _FORGET_EVERY == 0:
-                    self._outstanding.forget_removed()
+                keep(ticks)
             except StoreError as error:
                 _log.info("run %s: %s", self._run_id, error)
+            except Exception:  # the run's claim and its batches depend on the next tick
+                _log.exception("run %s: tick %d failed", self._run_id, ticks)
+
+    def _beat(self, _: int) -> None:
+        owners = self._owners.all()
+        if owners:
+            self._claim.beat([owner.name for owner in owners])
+
+    def _tend(self, ticks: int) -> None:
+        self._outstanding.tick()
+        if ticks % _FORGET_EVERY == 0:
+            self._outstanding.forget_removed()
 
 
 def open_carrier(options: BackendOptions) -> MooncakeCarrier:

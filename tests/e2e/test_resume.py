@@ -29,6 +29,7 @@ def check_versions(report: dict[str, Any]) -> None:
         assert all(int(version) < step["served_version"] for version in step["sample_versions"])
 
 
+@pytest.mark.slow
 def test_an_interrupted_job_goes_on_where_it_saved(checkpoint: Path, tmp_path: Path, marked: Marked) -> None:
     saved, output = tmp_path / "saved", tmp_path / "output"
     arguments = [

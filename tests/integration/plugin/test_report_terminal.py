@@ -45,6 +45,7 @@ try:
         arm.steps.append(make_step(rollout_id))
         observers.step_finished(report, arm)
     if config.num_rollout == 3:
+        print("nothing more to do", flush=True)
         time.sleep(60)
     report.status = "finished"
 except KeyboardInterrupt:
@@ -164,7 +165,8 @@ def test_a_terminal_shows_a_panel_with_messages_above_it(
 def test_a_terminal_is_itself_again_after_an_interrupt(terminals: list[Terminal], tmp_path: Path) -> None:
     terminals.append(Terminal(tmp_path, ["--num-rollout", "3"], environment()))
     terminal = terminals[-1]
-    terminal.read_until(b"3/3")
+    terminal.read_until(b"nothing more to do")
+    assert b"3/3" in terminal.output
     assert SHOW not in terminal.output
     terminal.job.send_signal(signal.SIGINT)
     terminal.read_until(None)

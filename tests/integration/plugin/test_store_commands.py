@@ -132,8 +132,9 @@ def test_only_what_the_dead_left_is_swept(stores: ObjectStore, master: MasterPro
 
 @pytest.mark.parametrize(
     ("url", "kind"),
-    [("http://127.0.0.1:1", "StoreUnavailable"), ("127.0.0.1:1", "ConfigError"), ("RPC", "StoreUnavailable")],
-)
+    [("http://127.0.0.1:1", "StoreUnavailable"), ("127.0.0.1:1", "ConfigError"), ("RPC", "StoreUnavailable"),
+     ("http://127.0.0.1:port", "StoreUnavailable")],
+)  # fmt: skip
 def test_a_metrics_port_that_does_not_answer_is_named_with_its_flag(url: str, kind: str, master: MasterProcess) -> None:
     url = url.replace("RPC", f"http://{master.address}")
     for command in (["ls"], ["sweep", "--dead"]):

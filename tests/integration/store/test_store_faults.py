@@ -6,13 +6,16 @@ Every test ends with a put and a get that work.
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import os
 import signal
 import threading
 import time
 import uuid
+import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,14 +31,15 @@ from mooncake_store import (
     MasterProcess,
     ObjectLost,
     ObjectNotFound,
+    ObjectStore,
     StoreError,
     StoreFull,
     StoreUnavailable,
 )
-from mooncake_store.claim import sweep
-from mooncake_store.client import Limits
+from mooncake_store.claim import beat_key, sweep
+from mooncake_store.client import Limits, MooncakeClient
 from mooncake_store.config import resolve
-from mooncake_store.holder import RunningHolder, start_holder
+from mooncake_store.holder import RunningHolder, SegmentHolder, start_holder
 from mooncake_store.ledger import Ledger
 from mooncake_store.outstanding import Outstanding
 from tests.integration.store.store_children import Child
@@ -244,6 +248,46 @@ def test_replicas_survive_the_loss_of_an_owner(master: MasterProcess, tmp_path: 
                 store.put(batch_of(SIZE))
             store.remove(ref)
         works(master.address)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_run_stays_alive_without_the_holder_of_its_heartbeat(tmp_path: Path, how: signal.Signals) -> None:
+    """Mooncake takes longer to give an owner up than a run may be silent, and a stopped one holds transfers up."""
+    with (
+        MasterProcess(tmp_path / "master.log") as master,
+        holding(master.address, tmp_path),
+        holding(master.address, tmp_path),
+        store_with(master.address, replica_num=2, share_memory=False) as store,
+        store_with(master.address, "observer") as observer,
+    ):
+        ref = store.put(batch_of(SIZE))
+        writer, watcher = carrier_of(store), carrier_of(observer)
+        (location,) = writer._client.locate([beat_key("run1")])
+        assert location is not None
+        holders = sorted(writer._owners.all(), key=lambda owner: not owner.holds(location))
+        stopped = holders[how == signal.SIGSTOP]
+        os.kill(stopped.pid, how)
+        try:
+            putting = threading.Thread(target=_try_to_put, args=(store,))
+            if how == signal.SIGSTOP:
+                putting.start()
+            time.sleep(1)
+            for _ in range(2):
+                with pytest.raises(ConfigError, match="is alive"):
+                    sweep(watcher._client, watcher._records, "run1")
+            with observer.get(ref) as got:
+                assert same(got, SIZE)
+        finally:
+            if how == signal.SIGSTOP:
+                os.kill(stopped.pid, signal.SIGCONT)
+                putting.join(HANG)
+        assert not putting.is_alive()
+
+
+def _try_to_put(store: ObjectStore) -> None:
+    with suppress(StoreError):
+        store.put(batch_of(SIZE))
 
 
 # --- writers and readers that die -----------------------------------------------------------------------------------
@@ -553,9 +597,10 @@ def test_a_close_under_a_live_view(master: MasterProcess, holder: RunningHolder)
 def test_memory_is_lent_until_the_last_tensor_is_gone(master: MasterProcess, holder: RunningHolder) -> None:
     torch = pytest.importorskip("torch")
     acknowledged = threading.Event()
-    with store_with(master.address) as store:
+    with store_with(master.address) as store, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch says once per process that the array is not writable
         ref = store.put(batch_of(SIZE))
-        with store.get(ref, on_release=acknowledged.set) as got, pytest.warns(UserWarning, match="not writable"):
+        with store.get(ref, on_release=acknowledged.set) as got:
             tensor = torch.from_numpy(got["tokens"][0])[10:20]
         del got
         gc.collect()
@@ -651,3 +696,26 @@ def test_a_truncated_object(master: MasterProcess, holder: RunningHolder) -> Non
             with pytest.raises(IntegrityError):
                 reader.get(ref)
     works(master.address)
+
+
+def test_a_holder_without_shared_memory_is_reached_over_the_network(
+    master: MasterProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("mooncake_store.segment.os.memfd_create", refuse)
+    config = resolve(settings(master.address), {})
+    lent = SegmentHolder(MooncakeClient.connect(config), config.global_segment_size, "tcp", uuid.uuid4().hex)
+    try:
+        lent.tick()
+        with store_with(master.address) as store:
+            for number in range(3):
+                ref = store.put(batch_of(SIZE, number))
+                with store.get(ref) as got:
+                    assert same(got, SIZE, number)
+                store.remove(ref)
+    finally:
+        lent.close()
+    (said,) = [message for message in caplog.messages if "no shared memory here" in message]
+    assert "Function not implemented" in said

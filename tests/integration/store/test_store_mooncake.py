@@ -33,8 +33,9 @@ from mooncake_store import (
 )
 from mooncake_store.client import Limits
 from mooncake_store.config import rdma_devices
+from mooncake_store.inventory import Metrics
 from tests.integration.store.store_children import Child
-from tests.integration.store.store_services import HANG, MIB, batch_of, batches, settings, store_with
+from tests.integration.store.store_services import HANG, MIB, batch_of, batches, holding, settings, store_with
 
 pytestmark = pytest.mark.integration
 
@@ -164,21 +165,11 @@ def test_a_store_without_memory_is_full_not_silent(master: MasterProcess) -> Non
         child.receive(HANG)
 
 
-def ask_for_two_replicas(_: Connection, address: str) -> None:
-    store = open_store("mooncake", settings(address), replica_num=2, contribute_segment=True)
-    try:
-        store.put(batch_of(MIB))
-    finally:
-        store.close()
-
-
-def test_too_few_owners_for_the_replicas(master: MasterProcess) -> None:
-    with (
-        Child(ask_for_two_replicas, master.address) as child,
-        pytest.raises(StoreUnavailable, match="1 segment holders serve this master, 2 replicas"),
-    ):
-        child.receive(HANG)
-    assert not batches(master)
+def test_too_few_owners_for_the_replicas(master: MasterProcess, tmp_path: Path) -> None:
+    with holding(master.address, tmp_path), store_with(master.address, replica_num=2) as store:
+        with pytest.raises(StoreUnavailable, match="1 segment holders serve this master, 2 replicas"):
+            store.put(batch_of(MIB))
+        assert not batches(master)
 
 
 # --- buffers --------------------------------------------------------------------------------------------------------
@@ -258,6 +249,23 @@ def test_a_process_that_ends_without_close_ends_cleanly(master: MasterProcess) -
         assert child.process.exitcode == 0
 
 
+END = """
+import atexit, sys, time
+
+atexit.register(time.sleep, 2)  # as what ends after the store: the threads of the store run on
+from mooncake_store import open_store
+
+store = open_store("mooncake", eval(sys.argv[1]), contribute_segment=True)
+store.put({"tokens": [[5]]})
+"""
+
+
+def test_threads_of_a_store_survive_a_slow_end(master: MasterProcess) -> None:
+    command = [sys.executable, "-c", END, repr(settings(master.address))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == 0, done.stderr
+
+
 FORK = """
 import os, sys
 from mooncake_store import StoreClosed, open_store
@@ -287,6 +295,12 @@ def test_a_forked_process_is_refused_and_ends(master: MasterProcess) -> None:
 
 
 # --- the master's process -------------------------------------------------------------------------------------------
+
+
+def test_a_proxy_for_the_world_outside_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with MasterProcess(tmp_path / "master.log", start_timeout=5) as master:
+        assert Metrics(master.metrics_url).list_keys() == []
 
 
 def test_master_starts_answers_and_stops(tmp_path: Path) -> None:

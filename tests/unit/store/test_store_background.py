@@ -183,3 +183,26 @@ def test_async_calls_end_with_the_store(store: ObjectStore, carrier: Memory) -> 
                 await call
 
     asyncio.run(work())
+
+
+def test_a_close_in_the_midst_of_a_call_is_told_as_one(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    ref = store.put(BATCH)
+    check, calls = (
+        store._check_open,
+        [
+            lambda: store.prefetch(ref),
+            lambda: asyncio.run(store.aput(BATCH)),
+            lambda: asyncio.run(store.aget(ref)),
+        ],
+    )
+
+    def check_then_close() -> None:
+        check()
+        monkeypatch.setattr(store, "_check_open", check)
+        store.close()
+
+    for call in calls:
+        store._closed = False
+        monkeypatch.setattr(store, "_check_open", check_then_close)
+        with pytest.raises(StoreClosed):
+            call()

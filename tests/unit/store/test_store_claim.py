@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +15,17 @@ import msgspec
 import pytest
 
 from mooncake_store import ConfigError, StoreFull, StoreUnavailable, claim
-from mooncake_store.claim import Claimant, RunClaim, beat_key, claim_key, is_alive, owner_of, run_pattern, sweep
+from mooncake_store.claim import (
+    Claimant,
+    RunClaim,
+    beat_key,
+    claim_key,
+    is_alive,
+    owner_of,
+    run_pattern,
+    sweep,
+    sweep_dead,
+)
 from tests.unit.store.store_master import Master
 
 OTHER = Claimant("ab" * 16, "elsewhere", 17)
@@ -96,7 +109,7 @@ def test_a_second_claimant_is_refused_while_beats_change(master: Master, clock: 
 
 def test_a_slow_beat_is_a_beat(master: Master, clock: Clock) -> None:
     beat = owned_by_other(master)
-    clock.during = lambda: beat() if clock.now > 1000 + 0.8 * claim.BEAT_SECONDS * claim.MISSED_BEATS else None
+    clock.during = lambda: beat() if clock.now > 1000 + 0.8 * claim.SILENT_SECONDS else None
     with pytest.raises(ConfigError, match="in use"):
         claim_of(master).take("a")
 
@@ -111,7 +124,7 @@ def test_a_dead_owner_is_taken_over_and_swept(master: Master, clock: Clock, beat
     assert swept(master) == [run_pattern("r")]
     assert set(master.objects) == {claim_key("r"), beat_key("r"), "run/r2/batch/three", "holder/x"}
     assert owner_of(master.records, "r") != OTHER
-    assert clock.now >= 1000 + claim.BEAT_SECONDS * claim.MISSED_BEATS
+    assert clock.now >= 1000 + claim.SILENT_SECONDS
 
 
 def test_only_one_takes_over(master: Master, clock: Clock) -> None:
@@ -120,7 +133,7 @@ def test_only_one_takes_over(master: Master, clock: Clock) -> None:
     third = Claimant("cd" * 16, "third", 18)
 
     def take_over_late() -> None:
-        if clock.now >= 1000 + claim.BEAT_SECONDS * claim.MISSED_BEATS and owner_of(master.records, "r") == OTHER:
+        if clock.now >= 1000 + claim.SILENT_SECONDS and owner_of(master.records, "r") == OTHER:
             master.remove_matching(run_pattern("r"))
             assert master.records.claim(claim_key("r"), msgspec.json.encode(third), "a")
             clock.during = lambda: master.records.replace(beat_key("r"), str(clock.now).encode(), "a")
@@ -129,6 +142,24 @@ def test_only_one_takes_over(master: Master, clock: Clock) -> None:
     with pytest.raises(ConfigError, match="in use by process 18 of third"):
         claim_of(master).take("a")
     assert len(swept(master)) == 1  # the third's
+    assert owner_of(master.records, "r") == third
+
+
+def test_of_two_that_take_over_at_once_one_has_it(master: Master, clock: Clock) -> None:
+    """The other looked at the dead claim before this one swept it, and sweeps only when this one has its own."""
+    owned_by_other(master)
+    third = Claimant("cd" * 16, "third", 18)
+
+    def take_over() -> None:
+        owner = owner_of(master.records, "r")
+        if owner not in (OTHER, third):
+            master.remove_matching(run_pattern("r"))
+            assert master.records.claim(claim_key("r"), msgspec.json.encode(third), "a")
+            clock.during = lambda: master.records.replace(beat_key("r"), str(clock.now).encode(), "a")
+
+    clock.during = take_over
+    with pytest.raises(ConfigError, match="in use by process 18 of third"):
+        claim_of(master).take("a")
     assert owner_of(master.records, "r") == third
 
 
@@ -143,6 +174,36 @@ def test_a_claim_that_cannot_be_read_is_somebodys_until_its_beats_stop(
         claim_of(master).take("a")
     clock.during = lambda: None
     claim_of(master).take("a")
+
+
+@pytest.mark.parametrize("late", ["first", "any"])
+def test_silence_while_the_store_stalls_is_no_sign_of_death(master: Master, clock: Clock, late: str) -> None:
+    """What holds up who asks holds up the heartbeat, too."""
+    beat = owned_by_other(master)
+    read, reads = master.records.read, itertools.count()
+
+    def stalled(key: str) -> bytes | None:
+        if key == beat_key("r") and next(reads) == (0 if late == "first" else 18):
+            clock.now += 2 * claim.SILENT_SECONDS
+            clock.during = beat  # which is heard again from then on
+        return read(key)
+
+    master.records.read = stalled  # type: ignore[method-assign]
+    assert is_alive(master.records, "r")
+
+
+def test_a_store_that_answers_too_slowly_tells_nothing(master: Master, clock: Clock) -> None:
+    owned_by_other(master)
+    read = master.records.read
+
+    def stalled(key: str) -> bytes | None:
+        clock.now += 2 * claim.BEAT_SECONDS
+        return read(key)
+
+    master.records.read = stalled  # type: ignore[method-assign]
+    with pytest.raises(StoreUnavailable, match="too slowly"):
+        is_alive(master.records, "r")
+    assert clock.now < 1000 + 2 * (claim.SILENT_SECONDS + claim.GIVE_UP_SECONDS)
 
 
 def test_a_jump_of_the_wall_clock_changes_nothing(master: Master, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,6 +229,31 @@ def test_a_jump_of_the_wall_clock_changes_nothing(master: Master, monkeypatch: p
     assert not is_alive(master.records, "r", seconds=0.05)
 
 
+def test_a_process_that_can_be_seen_to_be_gone_is_not_waited_for(master: Master, clock: Clock) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    there = Claimant("ab" * 16, "here", child.pid, claim._identity(child.pid))
+    assert not there.is_gone()
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie
+    assert there.is_gone()
+    child.wait()
+    assert there.is_gone()
+    assert master.records.claim(claim_key("r"), msgspec.json.encode(there), "a")
+    claim_of(master).take("a")
+    assert clock.now < 1000.0 + claim.BEAT_SECONDS
+
+
+@pytest.mark.parametrize("process", ["", "another-boot/4026531836/17-9", "nonsense"])
+def test_a_process_that_cannot_be_seen_may_be_alive(process: str) -> None:
+    assert not Claimant("ab" * 16, "elsewhere", 17, process).is_gone()
+
+
+def test_another_process_with_the_same_pid_is_another() -> None:
+    pid = os.getpid()
+    assert not Claimant("ab" * 16, "here", pid, claim._identity(pid)).is_gone()
+    assert Claimant("ab" * 16, "here", pid, claim._identity(pid) + "0").is_gone()
+
+
 def test_nobody_is_no_owner(master: Master, clock: Clock) -> None:
     assert owner_of(master.records, "r") is None
     assert not is_alive(master.records, "r")
@@ -188,13 +274,13 @@ def test_a_claim_that_could_not_be_written_can_be_tried_again(master: Master, cl
 
 def test_each_beat_changes_the_record(master: Master, clock: Clock) -> None:
     mine = claim_of(master)
-    mine.beat("a")  # nothing is claimed yet
+    mine.beat(["a"])  # nothing is claimed yet
     assert not master.objects
     mine.take("a")
     seen = []
     for _ in range(12):
         seen.append(master.records.read(beat_key("r")))
-        mine.beat("a")
+        mine.beat(["a"])
     assert len(set(seen)) == 12
 
 
@@ -203,7 +289,7 @@ def test_what_a_restart_of_the_master_lost_is_claimed_again(master: Master, cloc
     mine.take("a")
     owner = owner_of(master.records, "r")
     master.restart()
-    mine.beat("a")
+    mine.beat(["a"])
     assert owner_of(master.records, "r") == owner
     assert master.records.read(beat_key("r")) is not None
 
@@ -215,11 +301,11 @@ def test_who_lost_its_claim_takes_it_no_more(master: Master, clock: Clock) -> No
     master.restart()
     owned_by_other(master)
     before = dict(master.objects)
-    mine.beat("a")
+    mine.beat(["a"])
     for _ in range(2):
         with pytest.raises(ConfigError, match="in use by process 17 of elsewhere"):
             mine.take("a")
-        mine.beat("a")
+        mine.beat(["a"])
         mine.release()
     assert master.objects == before
 
@@ -227,11 +313,29 @@ def test_who_lost_its_claim_takes_it_no_more(master: Master, clock: Clock) -> No
 def test_a_beat_that_failed_is_made_up_for(master: Master, clock: Clock) -> None:
     mine = claim_of(master)
     mine.take("a")
-    master.failures["replace"] = [StoreUnavailable("no answer")]
+    master.failures["replace"] = [StoreUnavailable("no answer")] * 2
     with pytest.raises(StoreUnavailable):
-        mine.beat("a")
-    mine.beat("a")
+        mine.beat(["a"])
+    mine.beat(["a"])
     mine.take("a")
+
+
+def test_a_beat_moves_away_from_a_holder_that_is_gone(master: Master, clock: Clock) -> None:
+    """The master takes ten seconds to notice, and a run may be silent for five."""
+    mine = claim_of(master)
+    mine.take("a")
+    before = master.records.read(beat_key("r"))
+    replace = master.replace
+
+    def refuse(key: str, address: int, nbytes: int, segment: str) -> None:
+        if segment == "a" or key in master.objects:
+            master.objects.setdefault(key, next(iter(master.objects.values())))  # what a write that failed leaves
+            raise StoreUnavailable("its owner does not answer")
+        replace(key, address, nbytes, segment)
+
+    master.replace = refuse  # type: ignore[method-assign]
+    mine.beat(["a", "b"])
+    assert master.records.read(beat_key("r")) not in (None, before)
 
 
 # --- giving up --------------------------------------------------------------------------------------------------------
@@ -281,6 +385,22 @@ def test_only_dead_runs_are_swept(master: Master, clock: Clock) -> None:
     assert sweep(client, master.records, "r") == 4
     assert set(master.objects) == {"run/r2/batch/three", "holder/x"}
     assert sweep(client, master.records, "absent") == 0
+
+
+def test_a_run_that_is_taken_over_while_others_are_swept_is_left_alone(master: Master, clock: Clock) -> None:
+    client: Any = master
+    owned_by_other(master)
+    for run_id in ("q1", "q2"):
+        assert master.records.claim(claim_key(run_id), b"", "a")
+
+    def take_over() -> None:  # each while another is freed
+        for run_id in ("q1", "q2", "r"):
+            master.records.replace(beat_key(run_id), b"again", "a")
+
+    master.meanwhile["remove_matching"] = take_over
+    freed = sweep_dead(client, master.records, ["r", "q1", "q2"])
+    assert len(freed) == 1
+    assert sum(claim_key(run_id) in master.objects for run_id in ("r", "q1", "q2")) == 2
 
 
 @pytest.mark.parametrize("run_id", ["r", "r.1", "a-b_c"])

@@ -171,10 +171,19 @@ def test_attempts_are_bounded_and_the_last_is_told() -> None:
 
 
 def test_an_attempt_that_took_long_is_the_last() -> None:
-    attempt = next(attempts(0.05))
-    assert not attempt.is_last()
+    attempt, asked_before = next(attempts(0.05)), next(attempts(0.05))
+    assert not asked_before.is_last()
     time.sleep(0.06)
     assert attempt.is_last()
+    assert not asked_before.is_last()  # whoever was told that another follows gets one
+
+
+def test_who_was_told_of_another_attempt_gets_it() -> None:
+    made = attempts(0.05)
+    assert not next(made).is_last()
+    time.sleep(0.06)
+    assert next(made).is_last()
+    assert next(made, None) is None
 
 
 @pytest.mark.parametrize("code", codes.UNANSWERED)
@@ -411,7 +420,7 @@ def test_after_close_nothing_reaches_mooncake() -> None:
 class Reading(Script):
     """Runs `during` in each read."""
 
-    def __init__(self, during: Callable[[], None]) -> None:
+    def __init__(self, during: Callable[[], object]) -> None:
         super().__init__()
         self.during = during
 
@@ -439,6 +448,24 @@ def test_one_operation_at_a_time() -> None:
     assert most == 1
 
 
+def test_what_goes_beside_does_not_wait_and_ends_with_the_connection() -> None:
+    entered, leave = threading.Event(), threading.Event()
+    script = Reading(lambda: (entered.set(), leave.wait(10)))
+    connection = client(script)
+    beside = connection.beside()
+    reader = threading.Thread(target=connection.read, args=(1, ONE))
+    reader.start()
+    assert entered.wait(10)
+    beside.replace("k", 1, 8, "host")
+    assert reader.is_alive()
+    leave.set()
+    reader.join()
+    connection.close()
+    with pytest.raises(StoreClosed):
+        beside.replace("k", 1, 8, "host")
+    assert script.closed == 1
+
+
 def test_close_waits_for_the_operation_in_flight() -> None:
     entered, leave, order = threading.Event(), threading.Event(), []
 
@@ -462,6 +489,24 @@ def test_close_waits_for_the_operation_in_flight() -> None:
     reader.join()
     closer.join()
     assert order == ["read", "close"]
+
+
+def test_a_signal_handler_may_close_in_the_midst_of_an_operation() -> None:
+    opened: list[MooncakeClient] = []
+    opened.append(client(Reading(lambda: opened[0].close())))  # in the same thread, as a handler would
+    assert bounded(lambda: opened[0].read(1, ONE) or "returned", 5) == "returned"
+    with pytest.raises(StoreClosed):
+        opened[0].remove("k")
+
+
+def test_the_end_of_the_interpreter_closes_for_every_thread() -> None:
+    script = Script()
+    connection = client(script)
+    connection._closer()  # as weakref.finalize does then, however many threads run on
+    assert script.closed == 1
+    with pytest.raises(StoreClosed):
+        connection.remove("k")
+    assert not script.calls
 
 
 def test_a_forked_child_is_refused() -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from mooncake_store import StoreUnavailable, records
+from mooncake_store import StoreFull, StoreUnavailable, records, segment
+from mooncake_store import holder as module
 from mooncake_store.client import Limits
 from mooncake_store.frame import NBYTES
 from mooncake_store.holder import Ask, Kept, SegmentHolder, ask_key, slot_key
@@ -104,6 +107,35 @@ def test_a_fence_that_failed_is_tried_again_and_keeps_no_memory() -> None:
     assert descriptors() == before
     holder.tick()
     assert holder.record.epoch == 1
+
+
+def test_a_holder_without_room_for_two_segments_gives_the_old_one_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else nobody could put anything again after a restart of the master."""
+    master = Mounting()
+    holder = holder_of(master)
+    inode = holder.record.inode
+    master.restart()
+    monkeypatch.setattr(module, "ROOM_SECONDS", 0.05)
+    monkeypatch.setattr(segment, "available_bytes", lambda: 0 if _mapped(inode) else 1 << 30)
+    with pytest.raises(StoreFull, match="cannot be lent"):
+        holder.tick()
+    assert _mapped(inode), "there may be room in a moment"
+    time.sleep(0.1)
+    with pytest.raises(StoreFull):
+        holder.tick()
+    holder.tick()
+    assert holder.record.epoch == 1
+    ask = Ask(0, [Kept("run/r/b/x/0.0", 64, bytes(16), 0, 1, 8, 8)])
+    key = ask_key(HOLDER, 1, 0)
+    assert master.records.claim(key, msgspec.msgpack.encode(ask), NODE)
+    holder.tick()  # cannot be answered, and stops nothing
+    assert not master.stored()
+
+
+def _mapped(inode: int) -> bool:
+    """Whether this process maps a file."""
+    gc.collect()
+    return any(line.split()[4] == str(inode) for line in Path("/proc/self/maps").read_text().splitlines())
 
 
 def test_after_a_restart_memory_is_fresh_and_what_is_asked_for_is_published_again() -> None:

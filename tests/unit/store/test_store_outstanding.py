@@ -126,6 +126,42 @@ def test_what_a_restart_forgot_is_published_again_each_time(share_memory: bool, 
     assert len(process.outstanding) == 2
 
 
+def test_what_is_removed_while_it_is_published_again_does_not_stay(caplog: pytest.LogCaptureFixture) -> None:
+    master = Asked(Lent("a"))
+    process = Process(master)
+    kept, removed = process.put(), process.put()
+    answer = master._answer
+
+    def remove_meanwhile(ask: Ask) -> None:
+        process.transport.remove(ref_of(removed))
+        process.outstanding.discard(removed.key)
+        answer(ask)
+
+    master._answer = remove_meanwhile  # type: ignore[method-assign]
+    master.restart_and_lend(Lent("a", epoch=1))
+    process.outstanding.tick()
+    assert set(master.stored()) == {part.key for part in kept.copies[0].parts}
+    assert len(process.outstanding) == 1
+    assert "is lost" not in caplog.text
+
+
+@pytest.mark.parametrize("chunk_bytes", [None, 1000])
+def test_what_is_removed_while_it_is_published_again_leaves_nothing(chunk_bytes: int | None) -> None:
+    master = Asked(Lent("a"))
+    process = Process(master, chunk_bytes=chunk_bytes)
+    removed, kept = process.put(), process.put()
+    master.restart_and_lend(Lent("a", epoch=1))
+
+    def remove() -> None:  # between the request and the answer
+        process.outstanding.discard(removed.key)
+        process.transport.remove(ref_of(removed))
+
+    master.meanwhile["write"] = remove
+    process.outstanding.tick()
+    assert process.read(kept) == PAYLOAD
+    assert not master.stored(removed.key)
+
+
 def test_what_the_holder_lost_is_told_and_forgotten(caplog: pytest.LogCaptureFixture) -> None:
     master = Asked(Lent("a"))
     process = Process(master, chunk_bytes=1000)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
 from mooncake_store import StoreUnavailable
+from mooncake_store.bounded import bounded
 from mooncake_store.client import Location
 from mooncake_store.holder import slot_key
 from mooncake_store.owners import Owners
@@ -107,6 +110,20 @@ def test_a_segment_is_mapped_once_and_let_go_when_it_is_lent_no_more() -> None:
     assert view[0] == 7  # a view outlives what it was made from
 
 
+@pytest.mark.parametrize("writable", [True, False])
+def test_a_fifo_in_the_place_of_a_segment_holds_nobody(tmp_path: Path, writable: bool) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    record = msgspec.structs.replace(Lent("a").record, path=str(fifo))
+
+    def map_it() -> str:
+        with pytest.raises(CannotMap):
+            Mapping(record, writable)
+        return "refused"
+
+    assert bounded(map_it, 5) == "refused"
+
+
 def test_without_shared_memory_nothing_is_mapped(caplog: pytest.LogCaptureFixture) -> None:
     master = Master(Lent("a"))
     owners = owners_of(master, share_memory=False)
@@ -120,6 +137,9 @@ def test_without_shared_memory_nothing_is_mapped(caplog: pytest.LogCaptureFixtur
         ({"path": ""}, "could not make shared memory"),
         ({"path": "/proc/self/fd/999999"}, "No such file"),
         ({"path": "/proc/self/exe"}, "Text file busy|Permission|another file"),
+        ({"path": "/proc/self\0/fd/3"}, "null"),
+        ({"path": "/proc/self/fd/3", "nbytes": 2**70}, "."),
+        ({"pid": 2**62}, "."),
         ({"inode": 1}, "another PID namespace"),
         ({"nbytes": 4096}, "another PID namespace"),
         ({"probe": "00" * 64}, "the probe is not where"),

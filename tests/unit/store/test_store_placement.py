@@ -256,6 +256,23 @@ def test_a_fragmented_store_is_offered_pieces(
     assert transport.get(ref_of(written)).bytes.tobytes() == PAYLOAD
 
 
+def test_a_buffer_too_small_for_pieces_does_not_end_the_wait_for_a_hole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "PIECE_BYTES", 1000)
+    segment = lent()
+    segment.largest = frame.footprint(1000)
+    transport = Transport(Master(segment), limits=Limits(put=5.0))
+    transport.pool.max_bytes = 1000
+    sleeps: list[float] = []
+
+    def free(seconds: float) -> None:
+        sleeps.append(seconds)
+        segment.largest = None
+
+    monkeypatch.setattr("mooncake_store.bounded.time.sleep", free)
+    assert len(transport.write(Content(PAYLOAD)).copies[0].parts) == 1
+    assert sleeps
+
+
 def test_pieces_are_no_larger_than_what_did_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "PIECE_BYTES", 1000)
     segment = lent()
@@ -291,6 +308,22 @@ def test_a_failure_at_any_step_leaves_nothing(operation: str) -> None:
         assert not master.stored()
         assert transport.pool.lent_bytes == 0
         transport.write(Content(PAYLOAD))  # the next one works
+
+
+def test_an_interrupted_allocation_is_given_back() -> None:
+    """Ctrl-C during Mooncake's call is raised when that returns, with the memory allocated."""
+    master = Master(lent())
+    transport = Transport(master)
+    allocate = master.allocate
+
+    def interrupted(*arguments: Any) -> None:
+        allocate(*arguments)
+        raise KeyboardInterrupt
+
+    master.allocate = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        transport.write(Content(PAYLOAD))
+    assert not master.stored()
 
 
 def test_a_copy_is_aligned() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import gc
 import logging
 import threading
@@ -78,11 +80,14 @@ def test_it_is_told_once(releases: Releases) -> None:
     assert told == ["store releases"]
 
 
-def test_a_failure_is_logged_and_stops_nothing(releases: Releases, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kind", [RuntimeError, asyncio.CancelledError, SystemExit])
+def test_a_failure_is_logged_and_stops_nothing(
+    releases: Releases, caplog: pytest.LogCaptureFixture, kind: type[BaseException]
+) -> None:
     told: list[int] = []
 
     def fail() -> None:
-        raise RuntimeError("no route to the ledger")
+        raise kind("no route to the ledger")
 
     for function in (fail, lambda: told.append(1)):
         array = root()
@@ -93,6 +98,15 @@ def test_a_failure_is_logged_and_stops_nothing(releases: Releases, caplog: pytes
     assert "not acknowledged" in caplog.text
     assert "no route to the ledger" in caplog.text
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
+
+
+def test_what_a_function_refers_to_goes_with_it(releases: Releases) -> None:
+    told, other, array = threading.Event(), root(), root()
+    releases.call_when_gone(other, told.set)
+    releases.call_when_gone(array, functools.partial(len, other))
+    del other, array
+    gc.collect()
+    assert told.wait(10)
 
 
 def test_close_waits_for_what_was_queued(releases: Releases) -> None:
