@@ -12,10 +12,11 @@ from miles_plugin.object_store import open_rollout_store
 from miles_plugin.plan import PENDING_MASTER, Plan, check_memory, weight_files
 from miles_plugin.report.observers import check_tracking
 from miles_plugin.rollout.check import check_data
-from mooncake_store.client import Limits, load_mooncake, probe_metadata
+from mooncake_store.client import Limits, probe_metadata
 from mooncake_store.config import MASTER_VARIABLE, MISTAKEN_MASTER_VARIABLE, fit_to_host, resolve
 from mooncake_store.errors import ConfigError
 from mooncake_store.master import find_master
+from mooncake_store.wheel import load_mooncake
 
 # Of a tokenizer the file that has its tokens. Without any of them transformers makes one that knows none.
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json")

@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
-import importlib
-import importlib.metadata
 import os
 import threading
 import weakref
@@ -25,9 +23,7 @@ from mooncake_store.addresses import unreachable
 from mooncake_store.bounded import attempts, bounded
 from mooncake_store.config import P2P_METADATA, MooncakeConfig
 from mooncake_store.errors import (
-    ConfigError,
     IntegrityError,
-    MissingDependency,
     ObjectLost,
     ObjectNotFound,
     StoreClosed,
@@ -36,14 +32,7 @@ from mooncake_store.errors import (
     StoreUnavailable,
 )
 from mooncake_store.master import probe_master
-
-EXTRAS = {
-    "cpu": "mooncake-transfer-engine-non-cuda",
-    "cuda": "mooncake-transfer-engine",
-    "cuda13": "mooncake-transfer-engine-cuda13",
-}
-# 0.3.10 zeroed the ends of rows on TCP between nodes.
-KNOWN_BAD_VERSIONS = ("0.3.10",)
+from mooncake_store.wheel import load_mooncake
 
 # Read by Mooncake when it is imported or set up. Set only where the user has not: they bound how long a wrong or dead
 # master holds a caller (one attempt instead of 90 s of them), and keep informational chatter off stderr.
@@ -79,44 +68,6 @@ class Limits:
     put: float = 30.0
     get: float = 20.0
     remove: float = 10.0
-
-
-def load_mooncake() -> Any:
-    """Import and return `mooncake.store`.
-
-    Raises:
-        MissingDependency: the package or a system library is missing; names what brings it.
-        ConfigError: a version known to corrupt data is installed.
-    """
-    try:
-        module = importlib.import_module("mooncake.store")
-    except ImportError as error:
-        raise _missing(error) from error
-    for distribution in EXTRAS.values():
-        try:
-            version = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        if version.split(".post")[0] in KNOWN_BAD_VERSIONS:
-            raise ConfigError(f"{distribution} {version} is known to corrupt batches; install 0.3.13 or later")
-    return module
-
-
-def _missing(error: ImportError) -> MissingDependency:
-    extras = ", ".join(f"{extra} ({distribution})" for extra, distribution in EXTRAS.items())
-    if "libibverbs" in str(error):
-        return MissingDependency(
-            f"mooncake cannot be imported: {error}. It needs a system library even for TCP: "
-            f"apt-get install libibverbs1 (Debian, Ubuntu) or dnf install libibverbs (Fedora, RHEL)"
-        )
-    if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "mooncake":
-        return MissingDependency(
-            f"backend 'mooncake' needs mooncake: pip install miles-mooncake[EXTRA], EXTRA one of {extras}"
-        )
-    return MissingDependency(
-        f"mooncake is installed but cannot be imported: {error}. CUDA builds need the driver's library; exactly one "
-        f"build may be installed, by one extra of miles-mooncake: {extras}"
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,11 +210,25 @@ class MooncakeClient:
         """
         if min(nbytes) <= 0:
             raise ValueError(f"objects need bytes, not {min(nbytes)}")
-        answers = self._call("batch_put_session_start", list(keys), list(nbytes), self._pinned(segment))
+        answers = self._start(keys, nbytes, segment)
         code = min(answers)
         if code != codes.OK:
             self.revoke([key for key, answer in zip(keys, answers, strict=True) if answer == codes.OK])
             raise codes.error_for(code, "allocation", f"{sum(nbytes)} bytes", self._next_step(code))
+
+    def _start(self, keys: Sequence[str], nbytes: Sequence[int], segment: str) -> list[int]:
+        for again in (True, False):
+            arguments = list(keys), list(nbytes), self._pinned(segment)
+            answers: list[int] = self._call("batch_put_session_start", *arguments)
+            # A put that a master which went away could neither end nor take back is still open in this process, and
+            # answers so for ever. That takes a key used again, which those of records are.
+            if min(answers) != codes.INVALID_PARAMS or not again:
+                break
+            mine = [
+                key for key, answer in zip(keys, answers, strict=True) if answer in (codes.OK, codes.INVALID_PARAMS)
+            ]
+            self._call("batch_put_session_revoke", mine)
+        return answers
 
     def write(self, key: str, pieces: Sequence[tuple[int, int]]) -> None:
         """Send pieces of registered memory, each (address, bytes), back to back into an allocated object.

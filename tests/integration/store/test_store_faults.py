@@ -36,7 +36,7 @@ from mooncake_store import (
     StoreFull,
     StoreUnavailable,
 )
-from mooncake_store.claim import beat_key, sweep
+from mooncake_store.claim import beat_key, claim_key, sweep
 from mooncake_store.client import Limits, MooncakeClient
 from mooncake_store.config import resolve
 from mooncake_store.holder import RunningHolder, SegmentHolder, start_holder
@@ -471,6 +471,21 @@ def test_a_batch_that_is_removed_while_it_is_published_again_stays_removed(
                 assert same(got, SIZE, 1)
             store.remove(refs[1])
             works(master.address)
+
+
+def test_a_claim_that_the_end_of_a_master_interrupted_is_taken_later(
+    master: MasterProcess, holder: RunningHolder, tmp_path: Path
+) -> None:
+    with store_with(master.address, limits=Limits(put=HANG)) as store:
+        client = carrier_of(store)._client
+        client.allocate([claim_key("run1")], [100], holder.record.name)
+        master.stop()
+        client.revoke([claim_key("run1")])  # nobody hears it
+        with MasterProcess(tmp_path / "master2.log", options=MASTER_OPTIONS, ports=master.ports):
+            ref = store.put(batch_of(SIZE))
+            with store.get(ref) as got:
+                assert same(got, SIZE)
+            store.remove(ref)
 
 
 @pytest.mark.slow
