@@ -406,7 +406,7 @@ def test_a_run_that_is_taken_over_while_others_are_swept_is_left_alone(master: M
 @pytest.mark.parametrize("run_id", ["", "a/b", "x y", "\x1b[31m", "-", "a" * 129])
 def test_what_names_no_run_is_not_swept(run_id: str, master: Master) -> None:
     client: Any = master
-    with pytest.raises(ConfigError, match="run_id = .*allowed are"):
+    with pytest.raises(ConfigError, match=r"run_id = .*allowed are"):
         sweep(client, master.records, run_id)
     assert not master.calls
 
