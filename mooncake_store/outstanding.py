@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
@@ -23,16 +24,26 @@ Item = TypeVar("Item")
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A holder was asked to publish copies again, in the segment `new`; what has not come by then is lost."""
+
+    new: SegmentRecord
+    copies: dict[str, Copy]
+    until: float
+
+
 class Outstanding:
-    """Remembers acknowledged objects until they are removed. Safe to share between threads."""
+    """Remembers acknowledged objects until they are removed. Safe to share between threads; one of them ticks."""
 
     def __init__(self, client: MooncakeClient, records: Records, owners: Owners) -> None:
         self._client, self._records, self._owners = client, records, owners
         self._lock = threading.Lock()
         self._copies: dict[str, list[Copy]] = {}
         self._missing_since: dict[str, float] = {}
+        self._asked: dict[str, _Asked] = {}  # by the sentinel of the segment that was forgotten
         # By batch: the keys of the parts that a holder was asked for, and until when it may publish them.
-        self._asked_for: dict[str, tuple[list[str], float]] = {}
+        self._may_come: dict[str, tuple[list[str], float]] = {}
 
     def add(self, written: Written) -> None:
         """Remember an object."""
@@ -49,14 +60,19 @@ class Outstanding:
             return len(self._copies)
 
     def tick(self) -> None:
-        """Ask holders whose segment the master has forgotten to publish again what lay in it.
+        """Ask holders whose segment the master has forgotten to publish again what lay in it; see what they did.
+
+        Waits for none of them: the caller has a heartbeat to keep.
 
         Raises:
             StoreUnavailable: the master does not answer.
         """
         self._remove_again()
+        for sentinel in list(self._asked):
+            self._settle(sentinel)
         with self._lock:
-            owners = {copy.owner.sentinel: copy.owner for copies in self._copies.values() for copy in copies}
+            every = [copy.owner for copies in self._copies.values() for copy in copies]
+        owners = {owner.sentinel: owner for owner in every if owner.sentinel not in self._asked}
         if not owners:
             return
         known = self._client.exist(list(owners))
@@ -91,12 +107,26 @@ class Outstanding:
             lost = {key: copy for key, copy in every if copy.owner.sentinel == old.sentinel}
             until = time.monotonic() + KEEP_SECONDS  # then the holder has nothing left to publish
             for key, copy in lost.items():
-                self._asked_for[key] = [part.key for part in copy.parts], until
+                self._may_come[key] = [part.key for part in copy.parts], until
         parts = [part for copy in lost.values() for part in copy.parts]
         for some in _batches(parts, _PER_ASK):
             self._ask(new, Ask(old.epoch, [_kept(part) for part in some if part.offset is not None]))
-        found = self._await(lost)
-        for key, copy in lost.items():
+        self._asked[old.sentinel] = _Asked(new, lost, time.monotonic() + ANSWER_SECONDS)
+        self._settle(old.sentinel)
+
+    def _settle(self, sentinel: str) -> None:
+        """Take note of what a holder that was asked has published, once that is all that is wanted or time is up."""
+        asked = self._asked[sentinel]
+        if self._owners.forgotten(asked.new):  # the master was restarted once more: another segment will be asked
+            del self._asked[sentinel]
+            return
+        with self._lock:
+            wanted = {key: copy for key, copy in asked.copies.items() if key in self._copies}
+        keys = [part.key for copy in wanted.values() for part in copy.parts]
+        if keys and not all(self._client.exist(keys)) and time.monotonic() < asked.until:
+            return
+        found = self._found(keys)
+        for key, copy in wanted.items():
             offsets = [found.get(part.key) for part in copy.parts]
             with self._lock:
                 if key not in self._copies:
@@ -106,11 +136,12 @@ class Outstanding:
                     moved = tuple(
                         Part(part.key, part.frame, offset) for part, offset in zip(copy.parts, offsets, strict=True)
                     )
-                    self._copies[key].append(Copy(new, moved))
+                    self._copies[key].append(Copy(asked.new, moved))
                 if self._copies[key]:
                     continue
                 del self._copies[key]
             _log.error("batch %s is lost: the master was restarted and its memory could not be kept", key)
+        del self._asked[sentinel]
         self._remove_again()
 
     def _ask(self, holder: SegmentRecord, ask: Ask) -> None:
@@ -119,19 +150,10 @@ class Outstanding:
         while not self._records.claim(ask_key(holder.holder, holder.epoch, number), payload, holder.name):
             number += 1
 
-    def _await(self, lost: Mapping[str, Copy]) -> dict[str, int]:
-        """Wait until what is still wanted is there again, a bounded time; where those parts lie that are."""
-        deadline = time.monotonic() + ANSWER_SECONDS
-        while True:
-            with self._lock:
-                keys = [part.key for key, copy in lost.items() if key in self._copies for part in copy.parts]
-            if not keys:
-                return {}
-            if all(self._client.exist(keys)) or time.monotonic() >= deadline:
-                break
-            time.sleep(0.1)
+    def _found(self, keys: Sequence[str]) -> dict[str, int]:
+        """Where those parts lie that are there."""
         found = {}
-        for key, location in zip(keys, self._client.locate(keys), strict=True):
+        for key, location in zip(keys, self._client.locate(keys) if keys else (), strict=True):
             owner = self._owners.of(location) if location is not None else None
             if owner is not None and location is not None:
                 offset = owner.offset_of(location)
@@ -143,8 +165,8 @@ class Outstanding:
         """Free what was removed while a holder was asked to publish it again: that remove found nothing to free."""
         now = time.monotonic()
         with self._lock:
-            self._asked_for = {key: asked for key, asked in self._asked_for.items() if asked[1] > now}
-            keys = [part for key, (parts, _) in self._asked_for.items() if key not in self._copies for part in parts]
+            self._may_come = {key: asked for key, asked in self._may_come.items() if asked[1] > now}
+            keys = [part for key, (parts, _) in self._may_come.items() if key not in self._copies for part in parts]
         if keys:
             for key, exists in zip(keys, self._client.exist(keys), strict=True):
                 if exists:

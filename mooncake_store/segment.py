@@ -22,6 +22,8 @@ from mooncake_store.client import Location
 from mooncake_store.memory import available_bytes
 
 PROBE_BYTES = 64
+_NAME = "mooncake_segment"  # of the memfd
+_ANOTHER_FILE = "its path leads to another file here (another PID namespace)"
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # linux/mman.h, madvise; Linux 5.14
 
 
@@ -135,7 +137,7 @@ class SharedMemory:
     def __init__(self, nbytes: int) -> None:
         if nbytes > available_bytes():
             raise OSError(errno.ENOMEM, f"{available_bytes()} bytes of memory are available now")
-        self.descriptor = os.memfd_create("mooncake_segment", os.MFD_CLOEXEC)
+        self.descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(self.descriptor, 0, nbytes)
             self.mapping = mmap.mmap(self.descriptor, nbytes)
@@ -176,12 +178,15 @@ def mapped_at(descriptor: int, address: int) -> int | None:
 
 
 def _map(record: SegmentRecord, writable: bool) -> mmap.mmap:
+    # Whoever can write to the store can write a record: it must not make its readers write into their own files.
+    if not os.readlink(record.path).startswith(f"/memfd:{_NAME}"):
+        raise CannotMap(_ANOTHER_FILE)
     flags = os.O_RDWR if writable else os.O_RDONLY
     descriptor = os.open(record.path, flags | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO there would hold the caller
     try:
         status = os.fstat(descriptor)
         if status.st_ino != record.inode or status.st_size != record.nbytes:
-            raise CannotMap("its path leads to another file here (another PID namespace)")
+            raise CannotMap(_ANOTHER_FILE)
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         return mmap.mmap(descriptor, record.nbytes, prot=protection)
     finally:

@@ -29,8 +29,9 @@ from tests.integration.store.store_services import MIB, carrier_of, store_with
 SMALLEST, LARGEST = 1 << 10, 6 * MIB  # bytes of a batch
 CHUNK = 2 * MIB  # larger batches are split
 OUTSTANDING = 32  # batches of a writer that nobody has read yet, except in a burst
-BURST = 40  # batches put without waiting for readers: the store gets full and puts wait
+BURST = 150  # batches put without waiting for readers: the store gets full and puts wait
 HELD = 10  # results that a reader keeps or prefetches at a time; one takes up to 8 MiB of its buffers
+HOLDS = [0.0] * 8 + [0.2] * 8 + [1.0] * 8 + [20.0]  # seconds, the longest of a kind of result
 BUFFERS = "128mb"
 OPEN_SECONDS = 60.0
 TRIES = 5  # of a get whose error says that it may succeed later
@@ -265,7 +266,7 @@ class _Held:
 class _Reader:
     def __init__(self, connection: Connection, store: ObjectStore, rng: random.Random) -> None:
         self._connection, self._store, self._rng = connection, store, rng
-        self._held: deque[_Held] = deque()
+        self._held: list[_Held] = []
         self._prefetched: deque[Read] = deque()
         self._lock = threading.Lock()
         self._told_late = _count_late_errors()
@@ -303,7 +304,7 @@ class _Reader:
                     self._say(Gone(ref.key))
                     return
                 retries += 1
-        until = time.monotonic() + self._rng.choice([0.0, 0.2, 1.0, 5.0]) * self._rng.random()
+        until = time.monotonic() + self._rng.choice(HOLDS) * self._rng.random()
         held = _Held(ref.key, wanted.digest, until, result, retries=retries)
         if digest_of(result.value) != wanted.digest:
             self._finish(held)
@@ -322,9 +323,8 @@ class _Reader:
 
     def _release(self, now: float) -> None:
         while self._held:
-            full = self._kept() >= HELD
-            due = self._held[0] if full else next((held for held in self._held if held.until <= now), None)
-            if due is None:
+            due = min(self._held, key=lambda held: held.until)
+            if due.until > now and self._kept() < HELD:
                 return
             self._held.remove(due)
             self._finish(due)

@@ -219,11 +219,14 @@ class Soak:
         {"master": self._restart, "writer": self._kill_writer, "reader": self._kill_reader}[self._faults.pop(0)]()
 
     def _restart(self) -> None:
-        self.counts.restarts += 1
-        self.counts.evicted += int(metric(self.master, "master_evicted_key_count"))
-        self.master.stop()
-        self.pump(self._rng.choice([0.0, 0.0, 3.0]) * self._rng.random())
-        self.master = MasterProcess(self._directory / "master.log", ports=self.master.ports)
+        """Restart the master, perhaps late, perhaps once more before everybody has noticed."""
+        for _ in range(self._rng.choice([1, 1, 2])):
+            self.counts.restarts += 1
+            self.counts.evicted += int(metric(self.master, "master_evicted_key_count"))
+            self.master.stop()
+            self.pump(self._rng.choice([0.0, 0.0, 3.0]) * self._rng.random())
+            self.master = MasterProcess(self._directory / "master.log", ports=self.master.ports)
+            self.pump(3.0 * self._rng.random())
 
     def _kill_writer(self) -> None:
         self.counts.writers_killed += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ class Asked(Master):
     Attributes:
         before: by epoch, memory of before a restart.
         refused: keys that it does not publish again.
+        silent: whether the holder is too slow to answer yet.
         asks: what it was asked.
     """
 
@@ -32,6 +34,7 @@ class Asked(Master):
         super().__init__(*lent)
         self.before: dict[int, Lent] = {}
         self.refused: set[str] = set()
+        self.silent = False
         self.asks: list[Ask] = []
         self._answered: set[str] = set()
 
@@ -42,7 +45,7 @@ class Asked(Master):
         self.lend(after)
 
     def exist(self, keys: Sequence[str]) -> list[bool]:
-        for key in [key for key in self.objects if "/ask/" in key and key not in self._answered]:
+        for key in [key for key in self.objects if "/ask/" in key and key not in self._answered and not self.silent]:
             self._answered.add(key)
             self._answer(msgspec.msgpack.decode(self.records.read(key) or b"", type=Ask))
         return super().exist(keys)
@@ -79,7 +82,7 @@ class Process:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outstanding, "ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(outstanding, "ANSWER_SECONDS", 0.0)
 
 
 def test_it_remembers_until_told() -> None:
@@ -160,6 +163,27 @@ def test_what_is_removed_while_it_is_published_again_leaves_nothing(chunk_bytes:
     process.outstanding.tick()
     assert process.read(kept) == PAYLOAD
     assert not master.stored(removed.key)
+
+
+def test_a_master_restarted_once_more_before_the_holder_answered(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(outstanding, "ANSWER_SECONDS", 1.0)
+    master = Asked(Lent("a"))
+    process = Process(master)
+    written = process.put()
+    master.silent = True
+    master.restart_and_lend(Lent("a", epoch=1))
+    restarting = threading.Timer(0.2, master.restart_and_lend, [Lent("a", epoch=2)])
+    restarting.start()
+    process.outstanding.tick()
+    restarting.join()
+    master.silent = False
+    for _ in range(2):
+        process.outstanding.tick()
+    assert "is lost" not in caplog.text
+    assert len(process.outstanding) == 1
+    assert process.read(written) == PAYLOAD
 
 
 def test_what_the_holder_lost_is_told_and_forgotten(caplog: pytest.LogCaptureFixture) -> None:

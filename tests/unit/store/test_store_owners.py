@@ -124,6 +124,20 @@ def test_a_fifo_in_the_place_of_a_segment_holds_nobody(tmp_path: Path, writable:
     assert bounded(map_it, 5) == "refused"
 
 
+@pytest.mark.parametrize("writable", [True, False])
+def test_a_record_cannot_make_a_file_of_the_user_a_segment(tmp_path: Path, writable: bool) -> None:
+    segment = Lent("a")
+    file = tmp_path / "precious"
+    file.write_bytes(segment.bytes.tobytes())  # the probe is in it
+    path = file
+    if not writable:
+        path = tmp_path / "link"
+        path.symlink_to(file)
+    record = msgspec.structs.replace(segment.record, path=str(path), inode=file.stat().st_ino)
+    with pytest.raises(CannotMap):
+        Mapping(record, writable)
+
+
 def test_without_shared_memory_nothing_is_mapped(caplog: pytest.LogCaptureFixture) -> None:
     master = Master(Lent("a"))
     owners = owners_of(master, share_memory=False)
@@ -136,7 +150,7 @@ def test_without_shared_memory_nothing_is_mapped(caplog: pytest.LogCaptureFixtur
     [
         ({"path": ""}, "could not make shared memory"),
         ({"path": "/proc/self/fd/999999"}, "No such file"),
-        ({"path": "/proc/self/exe"}, "Text file busy|Permission|another file"),
+        ({"path": "/proc/self/exe"}, "another file"),
         ({"path": "/proc/self\0/fd/3"}, "null"),
         ({"path": "/proc/self/fd/3", "nbytes": 2**70}, "."),
         ({"pid": 2**62}, "."),
