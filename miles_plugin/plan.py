@@ -120,6 +120,13 @@ def describe(config: TrainConfig, plan: Plan, origins: Mapping[str, str] | None 
     return _text(facts, store, planned)
 
 
+def _tiny_policy(config: TrainConfig) -> str:
+    from miles_plugin.training.warm_start import is_cached
+
+    made = "made before, in cache_dir" if is_cached(config) else "to be made and warm-started first, minutes"
+    return f"tiny Qwen3, {made}"
+
+
 def _facts(config: TrainConfig, plan: Plan) -> dict[str, Any]:
     gpus = sum(len(node.gpus) for node in [plan.rollout_node, *plan.trainer_nodes])
     directory = config.report or Path("runs") / (config.run_id or "<run id>")
@@ -128,7 +135,7 @@ def _facts(config: TrainConfig, plan: Plan) -> dict[str, Any]:
     return {
         "rollouts": f"{config.num_rollout} of {config.rollout_batch_size} prompts x {config.n_samples_per_prompt} "
         f"samples, {config.num_steps_per_rollout} optimizer steps each; reward_control {config.reward_control}",
-        "policy": str(config.hf_checkpoint or "tiny Qwen3, made and warm-started"),
+        "policy": str(config.hf_checkpoint or _tiny_policy(config)),
         "weight update": config.update_weight_transfer_mode,
         "report": str(directory.absolute()),
         "resume": str(plan.resume.directory) if plan.resume else "no, from the beginning",

@@ -22,6 +22,7 @@ import msgspec
 from mooncake_store.client import MooncakeClient
 from mooncake_store.errors import ConfigError, IntegrityError, StoreError, StoreUnavailable
 from mooncake_store.records import Records
+from mooncake_store.ref import check_run_id
 from mooncake_store.segment import boot_id
 
 BEAT_SECONDS = 1.0
@@ -155,9 +156,10 @@ def sweep(client: MooncakeClient, records: Records, run_id: str) -> int:
     """Free everything a dead run left; return how many objects.
 
     Raises:
-        ConfigError: the run is alive.
+        ConfigError: the run is alive, or nothing that can name one.
         StoreUnavailable: the master does not answer.
     """
+    check_run_id(run_id)
     if is_alive(records, run_id):
         owner = owner_of(records, run_id) or "who owns it cannot be read now"
         raise ConfigError(f"run {run_id!r} is alive ({owner}); end it first, then sweep")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any, NamedTuple
@@ -11,9 +12,10 @@ import msgspec
 import numpy as np
 
 from mooncake_store.arrays import is_array, plain_scalar
-from mooncake_store.errors import IntegrityError
+from mooncake_store.errors import ConfigError, IntegrityError
 
 FORMAT = 1
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 UNSTAMPED = "default"  # the weight version an engine reports before its first update
 
 
@@ -121,6 +123,12 @@ def check_format(version: object) -> None:
     """Refuse a ref whose format is not the one this package knows (IntegrityError, naming both)."""
     if version != FORMAT or isinstance(version, bool):
         raise IntegrityError(f"the BatchRef has format {version}, this package reads format {FORMAT}")
+
+
+def check_run_id(run_id: object) -> None:
+    """Refuse what cannot name a run in the keys of a store (ConfigError)."""
+    if not isinstance(run_id, str) or not _RUN_ID.fullmatch(run_id):
+        raise ConfigError(f"run_id = {run_id!r}: allowed are 1 to 128 letters, digits, '.', '_' and '-'")
 
 
 def _restore(record: Mapping[str, Any]) -> BatchRef:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -17,11 +16,10 @@ from mooncake_store.backends import BackendOptions, Carrier, Stored, find_backen
 from mooncake_store.columns import ValueSpec
 from mooncake_store.errors import ConfigError, StoreClosed
 from mooncake_store.layout import Rows, as_lists, decode, encode
-from mooncake_store.ref import BatchRef, provenance
+from mooncake_store.ref import BatchRef, check_run_id, provenance
 from mooncake_store.releases import Releases
 
 Result = TypeVar("Result")
-_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class GetResult:
@@ -299,8 +297,7 @@ def open_store(
         raise ConfigError(f"contribute_segment = {contribute_segment!r}: allowed are True, False and None")
     if run_id is None:
         run_id = uuid.uuid4().hex
-    if not isinstance(run_id, str) or not _RUN_ID.fullmatch(run_id):
-        raise ConfigError(f"run_id = {run_id!r}: allowed are 1 to 128 letters, digits, '.', '_' and '-'")
+    check_run_id(run_id)
     options = BackendOptions(run_id, _checked_kwargs(init_kwargs), replica_num, contribute_segment, log_dir)
     return ObjectStore(backend, run_id, find_backend(backend)(options))
 

@@ -76,9 +76,11 @@ def title(report: Report) -> str:
 
 
 def subtitle(report: Report) -> str:
-    """Of the run as a whole: the control, digests, how it ended."""
+    """Of the run as a whole: what the title's number is, the control, digests, how it ended."""
     control = report.arms.get("shuffled")
-    parts = []
+    arm, parts = main_arm(report), []
+    if arm is not None and sum(step.held_out_accuracy is not None for step in arm.steps) > 1:
+        parts.append("after: mean of the last three measurements")
     if control is not None and control is not main_arm(report):
         parts.append(f"control with shuffled rewards {control.initial_accuracy:.2f} → {control.final_accuracy():.2f}")
     if any(arm.steps for arm in report.arms.values()):

@@ -71,9 +71,14 @@ def warm_started_checkpoint(
     return partial.rename(cached)
 
 
+def is_cached(config: TrainConfig) -> bool:
+    """Whether a tiny policy of these settings was made before."""
+    return _cached_summary(_cached(config)) is not None
+
+
 def check_cache(config: TrainConfig) -> None:
     """Raise ConfigError if a tiny policy must be made and `cache_dir` cannot keep it."""
-    if config.hf_checkpoint is None and _cached_summary(_cached(config)) is None:
+    if config.hf_checkpoint is None and not is_cached(config):
         check_writable("cache_dir", config.cache_dir)
 
 

@@ -175,24 +175,18 @@ def test_a_killed_segment_holder_is_named_while_the_others_hang(cluster: LocalCl
             holder.stop()
 
 
-@pytest.mark.parametrize(
-    ("node", "name"),
-    [
-        (trainer_node(0), "trainer node 0"),
-        pytest.param(ROLLOUT_NODE, "rollout node", marks=pytest.mark.slow),
-    ],
-)
-def test_a_killed_raylet_is_named_though_its_actors_still_answer(
-    node: str, name: str, parts: Parts, cluster: LocalCluster
-) -> None:
-    (raylet,) = cluster._nodes[node].all_processes["raylet"]
+def test_a_killed_raylet_is_named_though_its_actors_still_answer(parts: Parts, cluster: LocalCluster) -> None:
+    # Not the rollout node's, to which this process belongs: Ray may end it along. A whole job is tested with that one.
+    (raylet,) = cluster._nodes[trainer_node(0)].all_processes["raylet"]
     os.kill(raylet.process.pid, signal.SIGKILL)
 
     def call_for_ever() -> None:
         while True:
             parts.each("add", 1)
 
-    with pytest.raises(PartFailed, match=rf"^raylet of the {name} ended with status 137; its log \S+raylet\S*\.out "):
+    with pytest.raises(
+        PartFailed, match=r"^raylet of the trainer node 0 ended with status 137; its log \S+raylet\S*\.out "
+    ):
         call_for_ever()
     parts.abandon()
 

@@ -403,6 +403,14 @@ def test_a_run_that_is_taken_over_while_others_are_swept_is_left_alone(master: M
     assert sum(claim_key(run_id) in master.objects for run_id in ("r", "q1", "q2")) == 2
 
 
+@pytest.mark.parametrize("run_id", ["", "a/b", "x y", "\x1b[31m", "-", "a" * 129])
+def test_what_names_no_run_is_not_swept(run_id: str, master: Master) -> None:
+    client: Any = master
+    with pytest.raises(ConfigError, match=r"run_id = .*allowed are"):
+        sweep(client, master.records, run_id)
+    assert not master.calls
+
+
 @pytest.mark.parametrize("run_id", ["r", "r.1", "a-b_c"])
 def test_a_pattern_matches_keys_of_one_run(run_id: str, master: Master) -> None:
     keys = [f"run/{name}/claim" for name in ("r", "r.1", "rx1", "a-b_c", "rr")]
