@@ -222,7 +222,7 @@ class MooncakeClient:
             answers: list[int] = self._call("batch_put_session_start", *arguments)
             # A put that a master which went away could neither end nor take back is still open in this process, and
             # answers so for ever. That takes a key used again, which those of records are.
-            if min(answers) != codes.INVALID_PARAMS or not again:
+            if codes.INVALID_PARAMS not in answers or not again:
                 break
             mine = [
                 key for key, answer in zip(keys, answers, strict=True) if answer in (codes.OK, codes.INVALID_PARAMS)
