@@ -55,6 +55,13 @@ class Outstanding:
         with self._lock:
             self._copies.pop(key, None)
 
+    def is_behind(self) -> bool:
+        """Whether objects have yet to be published again in the memory that a holder lends since a restart."""
+        with self._lock:
+            every = [copy.owner for copies in self._copies.values() for copy in copies]
+        owners = {owner.sentinel: owner for owner in every}
+        return any(_follows(record, old) for old in owners.values() for record in self._owners.all())
+
     def __len__(self) -> int:
         with self._lock:
             return len(self._copies)

@@ -15,7 +15,7 @@ from mooncake_store.backends import BackendOptions, Payload, Placed, Stored
 from mooncake_store.claim import RunClaim, batch_prefix
 from mooncake_store.client import Limits, MooncakeClient
 from mooncake_store.config import MooncakeConfig, fit_to_host, resolve
-from mooncake_store.errors import StoreError
+from mooncake_store.errors import StoreError, StoreUnavailable
 from mooncake_store.holder import RunningHolder, start_holder
 from mooncake_store.outstanding import Outstanding
 from mooncake_store.owners import Owners
@@ -98,7 +98,14 @@ class MooncakeCarrier:
             self._holder.stop()
 
     def _claimed(self, segment: str) -> None:
-        """Own the run id, with its records in `segment`, and keep it from now on."""
+        """Own the run id, with its records in `segment`, and keep it from now on.
+
+        Raises:
+            ConfigError: another process owns it.
+            StoreUnavailable: after a restart, what was put before it comes first, or there may be no room left for it.
+        """
+        if self._outstanding.is_behind():
+            raise StoreUnavailable("the master was restarted; what this run had put is published again first")
         self._claim.take(segment)
         with self._lock:
             if not self._keepers:

@@ -15,6 +15,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -473,6 +474,22 @@ def test_a_batch_that_is_removed_while_it_is_published_again_stays_removed(
             with store.get(refs[1]) as got:
                 assert same(got, SIZE, 1)
             store.remove(refs[1])
+            works(master.address)
+
+
+def test_a_put_after_a_restart_leaves_room_for_what_was_there(
+    master: MasterProcess, holder: RunningHolder, tmp_path: Path
+) -> None:
+    with store_with(master.address, limits=Limits(put=HANG)) as store:
+        refs = [store.put(batch_of(4 * MIB - 4096, seed)) for seed in range(7)]
+        with replaced(master, tmp_path):
+            with ThreadPoolExecutor(1) as thread:
+                putting = thread.submit(store.put, batch_of(4 * MIB - 4096, 9))  # fits when one of them is gone
+                for seed, ref in enumerate(refs):
+                    with store.get(ref) as got:
+                        assert same(got, 4 * MIB - 4096, seed)
+                    store.remove(ref)
+                store.remove(putting.result(HANG))
             works(master.address)
 
 

@@ -186,6 +186,21 @@ def test_a_master_restarted_once_more_before_the_holder_answered(
     assert process.read(written) == PAYLOAD
 
 
+def test_it_is_behind_from_a_restart_until_all_is_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outstanding, "ANSWER_SECONDS", 60.0)
+    master = Asked(Lent("a"))
+    process = Process(master)
+    process.put()
+    assert not process.outstanding.is_behind()
+    master.silent = True
+    master.restart_and_lend(Lent("a", epoch=1))
+    process.outstanding.tick()
+    assert process.outstanding.is_behind()
+    master.silent = False
+    process.outstanding.tick()
+    assert not process.outstanding.is_behind()
+
+
 def test_what_the_holder_lost_is_told_and_forgotten(caplog: pytest.LogCaptureFixture) -> None:
     master = Asked(Lent("a"))
     process = Process(master, chunk_bytes=1000)
