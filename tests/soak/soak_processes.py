@@ -28,8 +28,7 @@ from tests.integration.store.store_services import MIB, carrier_of, store_with
 
 SMALLEST, LARGEST = 1 << 10, 6 * MIB  # bytes of a batch
 CHUNK = 2 * MIB  # larger batches are split
-OUTSTANDING = 32  # batches of a writer that nobody has read yet, except in a burst
-BURST = 150  # batches put without waiting for readers: the store gets full and puts wait
+OUTSTANDING = 40 * MIB  # of a writer, that nobody has read yet
 HELD = 10  # results that a reader keeps or prefetches at a time; one takes up to 8 MiB of its buffers
 HOLDS = [0.0] * 8 + [0.2] * 8 + [1.0] * 8 + [20.0]  # seconds, the longest of a kind of result
 BUFFERS = "128mb"
@@ -176,7 +175,7 @@ def write(connection: Connection, address: str, run_id: str, seed: int) -> None:
     rng = random.Random(seed)
     with _open(address, run_id, chunk_bytes=CHUNK) as store:
         writer = _Writer(connection, Ledger(store))
-        burst = 0
+        sizes: dict[str, int] = {}
         while not writer.ended.is_set():
             if writer.asked.is_set():
                 if not writer.ledger.outstanding():
@@ -184,12 +183,11 @@ def write(connection: Connection, address: str, run_id: str, seed: int) -> None:
                     writer.asked.clear()
                     writer.resumed.wait()
                 time.sleep(0.02)
-            elif writer.readers and (burst or len(writer.ledger.outstanding()) < OUTSTANDING):
-                burst = burst - 1 if burst else BURST * (rng.random() < 1 / 200)
+            sizes = {key: sizes[key] for key in writer.ledger.outstanding()}
+            if writer.readers and not writer.asked.is_set() and sum(sizes.values()) < OUTSTANDING - LARGEST:
                 readers = rng.sample(writer.readers, rng.randint(1, len(writer.readers)))
-                _put(connection, store, writer.ledger, batch_of(rng), readers)
-            if not burst:
-                time.sleep(rng.expovariate(1 / 0.08))
+                sizes |= _put(connection, store, writer.ledger, batch_of(rng), readers)
+            time.sleep(rng.expovariate(1 / 0.08))
             _settle(writer.ledger)
 
 
@@ -231,9 +229,10 @@ def _put(connection: Connection, store: ObjectStore, ledger: Ledger, batch: dict
         ref = store.put(batch)
     except (StoreFull, StoreUnavailable) as error:
         connection.send(Refused(type(error).__name__))
-        return
+        return {}
     ledger.expect(ref, readers)
     connection.send(Put(ref.to_json(), digest_of(batch), readers))
+    return {ref.key: ref.nbytes}
 
 
 def _settle(ledger: Ledger) -> None:

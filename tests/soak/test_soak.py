@@ -32,9 +32,9 @@ from tests.integration.store.store_services import MIB, batches, holding, keys, 
 from tests.soak import soak_processes as say
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
-SEGMENT = "64mb"
+SEGMENT = "128mb"  # room for what both writers may have outstanding, published again at any moment
 GAP = (1.0, 12.0)  # seconds between two faults
-DRAIN = 120.0
+DRAIN = 600.0  # seconds within which readers and writers come to rest; far above every bound
 # What the end of a killed writer's run may do to its batches: they are swept, or not published again, or their memory
 # is given away under a view, which is told.
 EXPECTED = {ObjectNotFound.__name__, ObjectLost.__name__, IntegrityError.__name__}
@@ -256,7 +256,7 @@ class Soak:
                 party.figures = None
                 party.tell(say.Measure())
             came = self.pump(DRAIN, lambda: not _silent(parties))  # noqa: B023
-            assert came, f"{_silent(parties)} did not come to rest; still open: {self._open()}"
+            assert came, f"{_silent(parties)} did not come to rest; still open: {self._open()}; {self.broken}"
         assert self.pump(DRAIN, lambda: not self._batches), f"still open: {self._open()}"
         assert self.pump(DRAIN, lambda: not batches(self.master)), f"nobody needs {batches(self.master)[:5]}"
         pid = self.holder.record.pid
