@@ -21,13 +21,14 @@ pytestmark = pytest.mark.integration
 
 # A job without its parts: it prints, logs and starts a child, as parts do. argv: directory, flags.
 JOB = """
-import logging, os, subprocess, sys, time
+import logging, os, signal, subprocess, sys, time
 from pathlib import Path
 from miles_plugin.arguments_sources import load_config
 from miles_plugin.report.observers import open_observers
 from tests.report_samples import make_report, make_step
 from miles_plugin.report.record import Arm
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so their children
 logging.basicConfig(level=logging.WARNING)
 config, directory = load_config(sys.argv[2:]), Path(sys.argv[1])
 observers, report = open_observers(config, directory), make_report()
