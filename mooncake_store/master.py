@@ -81,7 +81,8 @@ class MasterProcess:
         ports: tuple[int, int] | None = None,
     ) -> None:
         executable = find_master()
-        self.ports = rpc_port, metrics_port = ports or tuple(free_ports(2))
+        rpc_port, metrics_port = ports or free_ports(2)
+        self.ports = rpc_port, metrics_port
         self.address = f"127.0.0.1:{rpc_port}"
         self.metrics_url = f"http://127.0.0.1:{metrics_port}"
         settings = {

@@ -6,7 +6,9 @@ Both get the same load: batches that nobody has read yet, first up to 97 % of a 
 to 125 %. Afterwards another process reads every batch whose put was acknowledged. Each side has a segment that is lent
 by a process other than its writer. MooncakeBundleTransfer is set up as miles does it: no ReplicateConfig, hence no
 pins, and a writer that mounts nothing but Mooncake's minimal default segment. It runs against a master with Mooncake's
-own defaults, and against one with the options of `MasterProcess`. Prints one line of JSON.
+own defaults, and against one with the options of `MasterProcess`.
+
+Then both put a few batches, the master is restarted at its address, and they are read. Prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -30,6 +33,8 @@ from tests.integration.store.store_children import Child
 from tests.integration.store.store_services import HANG, MIB, batch_of, holding, same, store_with
 
 FILLS = (0.97, 1.25)  # of the segment, by the bytes of the batches
+AFTER_RESTART = 10  # batches
+REMOUNT_SECONDS = 5.0  # that a segment's owner may take to be known to the new master; about one, measured
 READ_TIMEOUT = 600.0
 
 
@@ -119,11 +124,12 @@ def write_bundles(connection: Connection, address: str, load: Load) -> None:
     connection.recv()  # a writer outlives what it put
 
 
-def of_bundles(address: str, segment: int, load: Load) -> Found:
+def of_bundles(address: str, segment: int, load: Load, between: Callable[[], None] = lambda: None) -> Found:
     with Child(lend_and_read, address, segment) as owner:
         owner.receive(HANG)
         with Child(write_bundles, address, load) as writer:
             refs, refused = writer.receive(READ_TIMEOUT)
+            between()
             owner.send((refs, load.nbytes))
             found: Found = owner.receive(READ_TIMEOUT)
             writer.send("done")
@@ -163,13 +169,16 @@ def write_ours(connection: Connection, address: str, load: Load) -> None:
         connection.recv()
 
 
-def of_ours(address: str, segment: int, load: Load, directory: Path) -> Found:
+def of_ours(
+    address: str, segment: int, load: Load, directory: Path, between: Callable[[], None] = lambda: None
+) -> Found:
     with (
         holding(address, directory, str(segment)),
         Child(write_ours, address, load) as writer,
         Child(read_ours, address) as reader,
     ):
         refs, refused = writer.receive(READ_TIMEOUT)
+        between()
         reader.send((refs, load.nbytes))
         found: Found = reader.receive(READ_TIMEOUT)
         writer.send("done")
@@ -199,6 +208,33 @@ def default_master(log: Path) -> Iterator[str]:
         process.stop()
 
 
+@contextmanager
+def restartable(log: Path) -> Iterator[tuple[str, Callable[[], None]]]:
+    """The address of a master, and a function that replaces it."""
+    running = [MasterProcess(log)]
+
+    def restart() -> None:
+        running[0].stop()
+        running[0] = MasterProcess(log, ports=running[0].ports)
+        time.sleep(REMOUNT_SECONDS)
+
+    try:
+        yield running[0].address, restart
+    finally:
+        running[0].stop()
+
+
+def after_a_restart(segment: int, nbytes: int) -> dict[str, Any]:
+    load = Load(AFTER_RESTART, nbytes)
+    with tempfile.TemporaryDirectory() as name:
+        log = Path(name, "log")
+        with restartable(log) as (address, restart):
+            bundles = of_bundles(address, segment, load, restart)
+        with restartable(log) as (address, restart):
+            ours = of_ours(address, segment, load, Path(name), restart)
+    return {"objects": load.objects, "bundle_transfer": vars(bundles), "ours": vars(ours)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--segment-mib", type=int, default=256)
@@ -225,7 +261,9 @@ def main() -> None:
                 "ours": vars(ours),
             }
         )
-    print(json.dumps({"segment_mib": asked.segment_mib, "object_kib": asked.object_kib, "loads": results}))
+    restart = after_a_restart(segment, nbytes)
+    sizes = {"segment_mib": asked.segment_mib, "object_kib": asked.object_kib}
+    print(json.dumps({**sizes, "loads": results, "after_a_restart": restart}))
 
 
 if __name__ == "__main__":

@@ -224,7 +224,10 @@ class _Writer:
                 self.resumed.set()
 
 
-def _put(connection: Connection, store: ObjectStore, ledger: Ledger, batch: dict[str, Any], readers: list[str]) -> None:
+def _put(
+    connection: Connection, store: ObjectStore, ledger: Ledger, batch: dict[str, Any], readers: list[str]
+) -> dict[str, int]:
+    """Put a batch and say so; its key and size, or nothing when it was refused."""
     try:
         ref = store.put(batch)
     except (StoreFull, StoreUnavailable) as error:
