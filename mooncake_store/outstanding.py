@@ -33,6 +33,14 @@ class _Asked:
     until: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Lying:
+    """What lies in one segment: a copy by batch."""
+
+    owner: SegmentRecord
+    copies: dict[str, Copy]
+
+
 class Outstanding:
     """Remembers acknowledged objects until they are removed. Safe to share between threads; one of them ticks."""
 
@@ -40,6 +48,7 @@ class Outstanding:
         self._client, self._records, self._owners = client, records, owners
         self._lock = threading.Lock()
         self._copies: dict[str, list[Copy]] = {}
+        self._lying: dict[str, _Lying] = {}  # the same by the segment's sentinel: each put asks which there are
         self._missing_since: dict[str, float] = {}
         self._asked: dict[str, _Asked] = {}  # by the sentinel of the segment that was forgotten
         # By batch: the keys of the parts that a holder was asked for, and until when it may publish them.
@@ -48,19 +57,16 @@ class Outstanding:
     def add(self, written: Written) -> None:
         """Remember an object."""
         with self._lock:
-            self._copies[written.key] = list(written.copies)
+            self._set(written.key, list(written.copies))
 
     def discard(self, key: str) -> None:
         """Forget an object: it was removed."""
         with self._lock:
-            self._copies.pop(key, None)
+            self._set(key, [])
 
     def is_behind(self) -> bool:
         """Whether objects have yet to be published again in the memory that a holder lends since a restart."""
-        with self._lock:
-            every = [copy.owner for copies in self._copies.values() for copy in copies]
-        owners = {owner.sentinel: owner for owner in every}
-        return any(_follows(record, old) for old in owners.values() for record in self._owners.all())
+        return any(_follows(record, old) for old in self._segments() for record in self._owners.all())
 
     def __len__(self) -> int:
         with self._lock:
@@ -77,9 +83,7 @@ class Outstanding:
         self._remove_again()
         for sentinel in list(self._asked):
             self._settle(sentinel)
-        with self._lock:
-            every = [copy.owner for copies in self._copies.values() for copy in copies]
-        owners = {owner.sentinel: owner for owner in every if owner.sentinel not in self._asked}
+        owners = {owner.sentinel: owner for owner in self._segments() if owner.sentinel not in self._asked}
         if not owners:
             return
         known = self._client.exist(list(owners))
@@ -110,8 +114,8 @@ class Outstanding:
 
     def _publish_again(self, old: SegmentRecord, new: SegmentRecord) -> None:
         with self._lock:
-            every = [(key, copy) for key, copies in self._copies.items() for copy in copies]
-            lost = {key: copy for key, copy in every if copy.owner.sentinel == old.sentinel}
+            lying = self._lying.get(old.sentinel)
+            lost = dict(lying.copies) if lying else {}
             until = time.monotonic() + KEEP_SECONDS  # then the holder has nothing left to publish
             for key, copy in lost.items():
                 self._may_come[key] = [part.key for part in copy.parts], until
@@ -138,15 +142,15 @@ class Outstanding:
             with self._lock:
                 if key not in self._copies:
                     continue
-                self._copies[key].remove(copy)
+                copies = [other for other in self._copies[key] if other != copy]
                 if None not in offsets:
                     moved = tuple(
                         Part(part.key, part.frame, offset) for part, offset in zip(copy.parts, offsets, strict=True)
                     )
-                    self._copies[key].append(Copy(asked.new, moved))
-                if self._copies[key]:
+                    copies.append(Copy(asked.new, moved))
+                self._set(key, copies)
+                if copies:
                     continue
-                del self._copies[key]
             _log.error("batch %s is lost: the master was restarted and its memory could not be kept", key)
         del self._asked[sentinel]
         self._remove_again()
@@ -181,13 +185,28 @@ class Outstanding:
 
     def _give_up(self, old: SegmentRecord) -> None:
         with self._lock:
-            for key, copies in list(self._copies.items()):
-                left = [copy for copy in copies if copy.owner.sentinel != old.sentinel]
-                if len(left) < len(copies):
-                    self._copies[key] = left
-                    if not left:
-                        del self._copies[key]
-                        _log.error("batch %s is lost: the holder of its memory is gone", key)
+            lying = self._lying.get(old.sentinel)
+            for key in list(lying.copies) if lying else ():
+                left = [copy for copy in self._copies[key] if copy.owner.sentinel != old.sentinel]
+                self._set(key, left)
+                if not left:
+                    _log.error("batch %s is lost: the holder of its memory is gone", key)
+
+    def _segments(self) -> list[SegmentRecord]:
+        with self._lock:
+            return [lying.owner for lying in self._lying.values()]
+
+    def _set(self, key: str, copies: list[Copy]) -> None:
+        """Remember these copies of a batch and no others; the caller holds the lock."""
+        for copy in self._copies.pop(key, ()):
+            lying = self._lying[copy.owner.sentinel]
+            del lying.copies[key]
+            if not lying.copies:
+                del self._lying[copy.owner.sentinel]
+        for copy in copies:
+            self._lying.setdefault(copy.owner.sentinel, _Lying(copy.owner, {})).copies[key] = copy
+        if copies:
+            self._copies[key] = copies
 
 
 def _batches(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
