@@ -83,7 +83,8 @@ class Counts:
 class Soak:
     """Starts the processes, passes on what they say, injects faults, and keeps the books."""
 
-    def __init__(self, directory: Path, seed: int, stack: ExitStack) -> None:
+    def __init__(self, directory: Path, seed: int, stack: ExitStack, tell: Callable[[str], None]) -> None:
+        self._tell = tell
         self._directory, self._stack, self._rng = directory, stack, random.Random(seed)
         self.counts, self.broken = Counts(), list[str]()
         self.master = MasterProcess(directory / "master.log")
@@ -185,6 +186,7 @@ class Soak:
             self.broken.append(
                 f"{reader.name}: batch {outcome.key} of {batch.nbytes} bytes is {outcome.found} {outcome.detail}"
             )
+            self._tell(self.broken[-1])
 
     def _close(self, key: str, reader: str) -> None:
         left = self._batches[key].open
@@ -320,7 +322,7 @@ def test_soak(request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.Cap
         tell(f"{time.monotonic() - began:.0f} s: {json.dumps(vars(soak.counts))}, {len(soak.broken)} broken")
 
     with ExitStack() as stack:
-        soak = Soak(tmp_path, seed, stack)
+        soak = Soak(tmp_path, seed, stack, tell)
         soak.load(seconds / 4, report)  # the warm-up
         before, keys_before = soak.rest()
         soak.resume()
