@@ -238,6 +238,11 @@ def decode(
     return {name: reader.read(entries[name]) for name in names}
 
 
+def verify(buffer: Bytes | bytes | bytearray | memoryview, digest: str) -> None:
+    """Raise IntegrityError unless the bytes are the whole object of this digest."""
+    decode(buffer, digest=digest)
+
+
 def as_lists(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Copy a decoded batch with every numeric column turned into Python lists; arrays inside trees stay arrays."""
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import re
-import weakref
 from collections.abc import Sequence
 
 import numpy as np
 
 from mooncake_store import frame
 from mooncake_store.arrays import Bytes
-from mooncake_store.backends import Stored
+from mooncake_store.backends import Loan, Stored
 from mooncake_store.bounded import attempts
 from mooncake_store.client import Limits, Location, MooncakeClient, Range
 from mooncake_store.errors import IntegrityError, ObjectLost, ObjectNotFound, StoreError, StoreUnavailable
@@ -22,7 +20,6 @@ from mooncake_store.pool import BufferPool
 from mooncake_store.ref import BatchRef, CopyOf
 
 _ID = re.compile("[0-9a-f]{32}")
-_log = logging.getLogger(__name__)
 
 
 class Reader:
@@ -88,7 +85,7 @@ class Reader:
         views = [self._view(location, part) for location, part in zip(found, parts, strict=True)]
         mapped = [view for view in views if view is not None]
         if len(mapped) == len(parts) == 1:
-            return _in_place(mapped[0], parts[0])
+            return self._in_place(mapped[0], keys[0], parts[0])
         lease = self._pool.acquire(frame.NBYTES * len(parts) + ref.nbytes)
         try:
             payload = lease.array[frame.NBYTES * len(parts) :]
@@ -100,6 +97,25 @@ class Reader:
             lease.release()
             raise
         return Stored(payload)
+
+    def _in_place(self, view: Bytes, key: str, part: Frame) -> Stored:
+        part.check(view)
+        # An array of its own at the root of all views, whose end is the end of them all.
+        root = np.frombuffer(memoryview(view.data)[frame.NBYTES :], dtype=np.uint8)
+
+        def check() -> None:
+            try:
+                part.check(view)
+            except IntegrityError as error:  # final, unlike before the batch was seen whole
+                raise IntegrityError(f"the batch was removed while it was read: {error}") from None
+
+        def is_kept() -> bool:
+            try:
+                return self._client.exist([key])[0]
+            except StoreError:
+                return False
+
+        return Stored(root, shared=True, loan=Loan(view[frame.NBYTES :], check, is_kept))
 
     def _view(self, location: Location, part: Frame) -> Bytes | None:
         """One part in mapped memory, its frame first; None where it is not mapped."""
@@ -153,28 +169,6 @@ def _frames_of(ref: BatchRef, copy: CopyOf) -> list[Frame]:
             f"allowed are a key that ends in 32 hex digits and 1 to {MAX_PARTS} parts of at most the whole"
         )
     return frames(bytes.fromhex(identity), ref.nbytes, copy.part_bytes)
-
-
-def _in_place(view: Bytes, part: Frame) -> Stored:
-    part.check(view)
-    # An array of its own at the root of all views, whose end is the end of them all.
-    root = np.frombuffer(memoryview(view.data)[frame.NBYTES :], dtype=np.uint8)
-
-    def check() -> None:
-        try:
-            part.check(view)
-        except IntegrityError as error:  # final, unlike before the batch was seen whole
-            raise IntegrityError(f"the batch was removed while it was read: {error}") from None
-
-    weakref.finalize(root, _check_late, part, view).atexit = False
-    return Stored(root, shared=True, check=check)
-
-
-def _check_late(part: Frame, view: Bytes) -> None:
-    try:
-        part.check(view)
-    except IntegrityError as error:
-        _log.error("arrays were still in use when their batch's memory was given away: %s", error)
 
 
 def _gather(views: Sequence[Bytes], parts: Sequence[Frame], payload: Bytes) -> None:

@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from mooncake_store.arrays import Bytes
 
@@ -26,13 +26,13 @@ class Releases:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
-    def call_when_gone(self, root: Bytes, function: Callable[[], None]) -> None:
-        """Call `function` once when `root` and every view of it are gone. Its failure is logged."""
+    def call_when_gone(self, root: Bytes, *functions: Callable[[], None]) -> None:
+        """Call the functions once, in this order, when `root` and every view of it are gone. Failures are logged."""
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="store releases", daemon=True)
                 self._thread.start()
-        weakref.finalize(root, self._queue.put, function).atexit = False
+        weakref.finalize(root, self._put, functions).atexit = False
 
     def close(self) -> None:
         """Let what was queued be called, a bounded time."""
@@ -41,6 +41,10 @@ class Releases:
         if thread is not None and thread is not threading.current_thread():
             self._queue.put(None)
             thread.join(CLOSE_SECONDS)
+
+    def _put(self, functions: Sequence[Callable[[], None]]) -> None:
+        for function in functions:
+            self._queue.put(function)
 
     def _run(self) -> None:
         while (function := self._queue.get()) is not None:

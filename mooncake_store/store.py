@@ -3,23 +3,59 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 import uuid
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from mooncake_store.backends import BackendOptions, Carrier, Stored, find_backend
+from mooncake_store.backends import BackendOptions, Carrier, Loan, Stored, find_backend
 from mooncake_store.columns import ValueSpec
-from mooncake_store.errors import ConfigError, StoreClosed
-from mooncake_store.layout import Rows, as_lists, decode, encode
+from mooncake_store.errors import ConfigError, IntegrityError, StoreClosed
+from mooncake_store.layout import Rows, as_lists, decode, encode, verify
 from mooncake_store.ref import BatchRef, check_run_id, provenance
 from mooncake_store.releases import Releases
 
 Result = TypeVar("Result")
+_log = logging.getLogger(__name__)
+
+
+class _Watch:
+    """Finds out whether memory that was lent stayed what it was.
+
+    Attributes:
+        ended: whether the last view is known to be gone, so that nothing is left to be told late.
+    """
+
+    def __init__(self, ref: BatchRef, loan: Loan) -> None:
+        self._ref, self._loan = ref, loan
+        self.ended = False
+
+    def confirm(self) -> None:
+        """Raise IntegrityError if the memory was given to another batch.
+
+        A frame may outlive its payload: other batches may lie behind it, with nothing written over itself yet. So a
+        batch that the store has no more is digested.
+        """
+        self._loan.check()
+        if not self._loan.is_kept():
+            try:
+                verify(self._loan.memory.data.toreadonly(), self._ref.digest)
+            except IntegrityError as error:
+                raise IntegrityError(f"{self._ref.key!r} was removed while it was read: {error}") from None
+
+    def confirm_late(self) -> None:
+        """Log what `confirm` raises, when nobody is there to be told."""
+        if not self.ended:
+            try:
+                self.confirm()
+            except IntegrityError as error:
+                _log.error("arrays were still in use when their batch's memory was given away: %s", error)
 
 
 class GetResult:
@@ -29,9 +65,10 @@ class GetResult:
     only when the last array that looks into it is gone, so an array kept longer stays valid.
     """
 
-    def __init__(self, batch: dict[str, Any], stored: Stored) -> None:
+    def __init__(self, batch: dict[str, Any], stored: Stored, watch: _Watch | None) -> None:
         self._batch: dict[str, Any] | None = batch
         self._stored: Stored | None = stored
+        self._watch = watch
 
     @property
     def value(self) -> dict[str, Any]:
@@ -48,8 +85,12 @@ class GetResult:
                 from it may be wrong.
         """
         stored, self._batch, self._stored = self._stored, None, None
-        if stored is not None:
-            stored.check()
+        if stored is not None and self._watch is not None:
+            root = weakref.ref(stored.bytes)
+            self._watch.ended = True
+            del stored
+            self._watch.ended = root() is None  # or an array is kept longer, and the end is yet to come
+            self._watch.confirm()
 
     def __enter__(self) -> dict[str, Any]:
         return self.value
@@ -148,11 +189,16 @@ class ObjectStore:
         verify = self._carrier.verify_shared or not stored.shared
         # Through a read-only memoryview: an array's own flag could be set back by whoever holds a view.
         batch = decode(stored.bytes.data.toreadonly(), fields, rows, digest=ref.digest, verify=verify)
-        stored.check()  # what was decoded into values of its own was read from memory that was still this batch's
-        self._count(gets=1, bytes_got=ref.nbytes)
+        if stored.loan is not None:
+            stored.loan.check()  # what was decoded was read from memory that was still this batch's
+        watch = None if stored.loan is None else _Watch(ref, stored.loan)
+        at_end = [] if watch is None else [watch.confirm_late]
         if on_release is not None:
-            self._releases.call_when_gone(stored.bytes, on_release)
-        return GetResult(_as_lists(batch) if as_lists else batch, stored)
+            at_end.append(on_release)
+        if at_end:
+            self._releases.call_when_gone(stored.bytes, *at_end)
+        self._count(gets=1, bytes_got=ref.nbytes)
+        return GetResult(_as_lists(batch) if as_lists else batch, stored, watch)
 
     def prefetch(self, ref: BatchRef) -> None:
         """Start reading a batch in the background; the next `get` of it here takes what was read, or its failure.

@@ -63,8 +63,20 @@ class Placed:
     copies: tuple[CopyOf, ...] = ()
 
 
-def _unchanged() -> None:
-    """A copy of the caller's own cannot change."""
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """Memory that a reader sees in place, and that is given to others if the batch is removed meanwhile.
+
+    Attributes:
+        memory: uint8 [nbytes]; an array apart from that of `Stored`, so that holding it lends nothing.
+        check: raises IntegrityError when the memory is seen to belong to another.
+        is_kept: whether the store has the batch still, so that nobody else can have been given the memory. False also
+            when that cannot be found out.
+    """
+
+    memory: npt.NDArray[np.uint8]
+    check: Callable[[], None]
+    is_kept: Callable[[], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +86,12 @@ class Stored:
     Attributes:
         bytes: uint8 [nbytes]; the memory stays valid while any view of it lives.
         shared: they lie where the writer wrote them, and were not moved since; others may be looking at them too.
-        check: raises IntegrityError if that memory was given to another batch meanwhile.
+        loan: whether they still are what was put must be asked; None for memory that nobody else can be given.
     """
 
     bytes: npt.NDArray[np.uint8]
     shared: bool = False
-    check: Callable[[], None] = _unchanged
+    loan: Loan | None = None
 
 
 class Carrier(Protocol):

@@ -33,6 +33,7 @@ HELD = 10  # results that a reader keeps or prefetches at a time; one takes up t
 HOLDS = [0.0] * 8 + [0.2] * 8 + [1.0] * 8 + [20.0]  # seconds, the longest of a kind of result
 BUFFERS = "128mb"
 OPEN_SECONDS = 60.0
+GONE_SECONDS = 60.0  # to be told that memory is not held any more, which may take a call to a master that is away
 TRIES = 5  # of a get whose error says that it may succeed later
 RIGHT, WRONG = "right", "wrong"
 
@@ -260,6 +261,7 @@ class _Held:
     digest: str
     until: float
     result: GetResult | None
+    gone: threading.Event
     tensors: list[Any] = field(default_factory=list)
     retries: int = 0
     told: str = ""
@@ -295,10 +297,10 @@ class _Reader:
 
     def _take(self, wanted: Read) -> None:
         ref = BatchRef.from_json(wanted.ref)
-        retries = 0
+        retries, gone = 0, threading.Event()
         while True:
             try:
-                result = self._get(ref)
+                result = self._get(ref, gone)
                 break
             except StoreError as error:
                 if not error.retryable or retries == TRIES:
@@ -307,7 +309,7 @@ class _Reader:
                     return
                 retries += 1
         until = time.monotonic() + self._rng.choice(HOLDS) * self._rng.random()
-        held = _Held(ref.key, wanted.digest, until, result, retries=retries)
+        held = _Held(ref.key, wanted.digest, until, result, gone, retries=retries)
         if digest_of(result.value) != wanted.digest:
             self._finish(held)
             return
@@ -315,13 +317,14 @@ class _Reader:
             _as_tensors(held)
         self._held.append(held)
 
-    def _get(self, ref: BatchRef) -> GetResult:
-        def gone() -> None:
+    def _get(self, ref: BatchRef, gone: threading.Event) -> GetResult:
+        def on_release() -> None:
+            gone.set()
             self._say(Gone(ref.key))
 
         if self._rng.random() < 0.25:
-            return asyncio.run(self._store.aget(ref, on_release=gone))
-        return self._store.get(ref, on_release=gone)
+            return asyncio.run(self._store.aget(ref, on_release=on_release))
+        return self._store.get(ref, on_release=on_release)
 
     def _release(self, now: float) -> None:
         while self._held:
@@ -340,6 +343,7 @@ class _Reader:
         if held.result is None:
             right = digest_of({"tokens": [tensor.numpy() for tensor in held.tensors]}) == held.digest
             held.tensors.clear()
+            assert held.gone.wait(GONE_SECONDS), f"the end of the last tensor of {held.key} was not told"
         else:
             right = digest_of(held.result.value) == held.digest
             _let_go(held)

@@ -28,6 +28,7 @@ import pytest
 from mooncake_store import (
     BatchRef,
     ConfigError,
+    GetResult,
     IntegrityError,
     MasterProcess,
     ObjectLost,
@@ -616,6 +617,34 @@ def test_a_remove_under_a_live_view_is_told_when_the_memory_was_given_away(
         others = [store.put(batch_of(SIZE, 5)) for _ in range(20)]
         with pytest.raises(IntegrityError, match="given to"):
             result.release()
+        for other in others:
+            store.remove(other)
+    works(master.address)
+
+
+def test_a_batch_given_away_behind_its_frame_is_told(master: MasterProcess, holder: RunningHolder) -> None:
+    def frame_is_whole(result: GetResult) -> bool:
+        assert result._stored is not None
+        assert result._stored.loan is not None
+        try:
+            result._stored.loan.check()
+        except IntegrityError:
+            return False
+        return True
+
+    with store_with(master.address) as store:
+        client, owner = carrier_of(store)._client, holder.record
+        results = [store.get(store.put(batch_of(SIZE))) for _ in range(2)]
+        client.remove_matching("^run/run1/b/")
+        # Who gets the start of the memory has written nothing yet when others write behind it.
+        client.allocate(["first"], [64], owner.name)
+        others = [store.put(batch_of(SIZE // 2, 5)) for _ in range(20)]
+        assert any(map(frame_is_whole, results))
+        for result in results:
+            assert not same(result.value, SIZE)
+            with pytest.raises(IntegrityError, match="removed while it was read"):
+                result.release()
+        client.revoke(["first"])
         for other in others:
             store.remove(other)
     works(master.address)

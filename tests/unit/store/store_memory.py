@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from mooncake_store import BatchRef, ObjectNotFound
-from mooncake_store.backends import BackendOptions, Payload, Placed, Stored
+from mooncake_store.backends import BackendOptions, Loan, Payload, Placed, Stored
 
 BATCH = {"tokens": [[1, 2], [3]], "weight_versions": [["4"], ["6"]], "rollout_ids": [8, 8], "round_number": 1}
 
@@ -17,7 +17,8 @@ class Memory:
 
     Attributes:
         shared: whether it says that the bytes it returns did not move.
-        check: what it hands out to check them with.
+        check: what it checks them with.
+        kept: whether it says that objects are kept.
         during: called in each put and get.
     """
 
@@ -30,6 +31,7 @@ class Memory:
         self.gets = 0
         self.shared = False
         self.check: Callable[[], None] = lambda: None
+        self.kept = True
         self.during: Callable[[], object] = lambda: None
 
     def put(self, payload: Payload) -> Placed:
@@ -48,7 +50,8 @@ class Memory:
             raise ObjectNotFound(ref.key)
         # An array of its own at the root of all views, as a reader makes it.
         root = np.frombuffer(memoryview(self.objects[ref.key]), dtype=np.uint8)
-        return Stored(root, self.shared, self.check)
+        memory = self.objects[ref.key]
+        return Stored(root, self.shared, Loan(memory, lambda: self.check(), lambda: self.kept))
 
     def remove(self, ref: BatchRef) -> None:
         self.objects.pop(ref.key, None)

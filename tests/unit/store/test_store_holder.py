@@ -155,7 +155,8 @@ def test_after_a_restart_memory_is_fresh_and_what_is_asked_for_is_published_agai
     for _ in range(3):  # new batches take the memory that a restarted master believes to be free
         transport.write(Content(PAYLOAD[::-1]))
     assert held.bytes.tobytes() == PAYLOAD
-    held.check()
+    assert held.loan is not None
+    held.loan.check()
 
     class Ticking(Mounting):
         def exist(self, keys: Any) -> list[bool]:

@@ -120,6 +120,49 @@ def test_what_changed_while_it_was_held_is_told_at_release(store: ObjectStore, c
         _ = result.value
 
 
+def test_what_is_not_kept_is_digested_at_release(store: ObjectStore, carrier: Memory) -> None:
+    ref = store.put(BATCH)
+    carrier.kept = False
+    with store.get(ref) as batch:
+        assert batch["tokens"][1].tolist() == [3]
+    result = store.get(ref)
+    payload = carrier.objects[ref.key]
+    payload.flags.writeable = True
+    payload[payload.size // 2 :] ^= 1  # and whatever says whose memory it is has not changed
+    with pytest.raises(IntegrityError, match=rf"{ref.key}' was removed while it was read"):
+        result.release()
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_what_changed_under_an_array_that_was_kept_longer_is_logged(
+    kept: bool, store: ObjectStore, carrier: Memory, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[int] = []
+    ref = store.put(BATCH)
+    result = store.get(ref, on_release=lambda: told.append(len(caplog.records)))
+    array = result.value["tokens"][0]
+    result.release()
+    payload = carrier.objects[ref.key]
+    payload.flags.writeable = True
+    payload[payload.size // 2 :] ^= 1
+    carrier.kept = kept
+    assert not caplog.records
+    del array
+    store.close()
+    assert told == [int(not kept)], "acknowledged before it was looked at"
+    assert caplog.text.count("still in use when their batch's memory was given away") == int(not kept)
+
+
+def test_what_was_confirmed_at_its_end_is_not_asked_for_again(store: ObjectStore, carrier: Memory) -> None:
+    ref = store.put(BATCH)
+    asked: list[int] = []
+    carrier.check = lambda: asked.append(1)
+    with store.get(ref):
+        assert len(asked) == 1
+    store.close()
+    assert len(asked) == 2
+
+
 def test_a_failed_check_does_not_hide_what_went_wrong_first(store: ObjectStore, carrier: Memory) -> None:
     ref = store.put(BATCH)
     carrier.check = Removed(1)

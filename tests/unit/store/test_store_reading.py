@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
-import logging
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -55,7 +55,7 @@ def test_whoever_wrote_it_anybody_reads_it(writer_shares: bool, reader_shares: b
     stored = Transport(master, reader_shares).get(ref)
     assert stored.bytes.tobytes() == PAYLOAD
     assert stored.shared is (reader_shares and chunk_bytes is None)
-    stored.check()
+    assert (stored.loan is not None) is stored.shared
 
 
 def test_what_is_seen_in_place_is_not_copied_and_cannot_be_written() -> None:
@@ -204,26 +204,35 @@ def test_memory_that_was_lent_at_the_same_address_before_is_not_taken_for_it() -
 # --- held while it is taken away --------------------------------------------------------------------------------------
 
 
-def test_a_batch_removed_under_its_reader_is_told_at_release(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_batch_removed_under_its_reader_is_told() -> None:
     master = Master(Lent("a"))
     transport, done, ref = written(master)
     stored = transport.get(ref)
-    stored.check()
+    loan = stored.loan
+    assert loan is not None
+    loan.check()
+    assert loan.is_kept()
     transport.remove(ref)
-    stored.check()  # nobody was given the memory yet
+    loan.check()  # nobody was given the memory yet
+    assert not loan.is_kept()
     other = transport.write(Content(PAYLOAD[::-1]))
     assert other.copies[0].parts[0].offset == done.copies[0].parts[0].offset
     with pytest.raises(IntegrityError, match=r"removed while it was read.*given to batch") as caught:
-        stored.check()
+        loan.check()
     assert not caught.value.retryable
-    view = stored.bytes[5:]
-    del stored, caught
-    gc.collect()
-    assert not caplog.records
-    del view
-    gc.collect()
-    assert "still in use when their batch's memory was given away" in caplog.text
-    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+    assert np.array_equal(loan.memory, stored.bytes)
+    ended = weakref.ref(stored.bytes)
+    del stored
+    assert ended() is None, "the loan holds up the end of what was lent"
+
+
+def test_a_store_that_cannot_be_asked_vouches_for_nothing() -> None:
+    master = Master(Lent("a"))
+    transport, _, ref = written(master)
+    loan = transport.get(ref).loan
+    assert loan is not None
+    master.failures["exist"] = [StoreUnavailable("no answer")]
+    assert not loan.is_kept()
 
 
 def test_parts_taken_away_while_they_are_gathered_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
