@@ -383,5 +383,5 @@ def _count_late_errors() -> list[int]:
         def emit(self, record: logging.LogRecord) -> None:
             count[0] += "memory was given away" in record.getMessage()
 
-    logging.getLogger("mooncake_store.reading").addHandler(Handler(logging.ERROR))
+    logging.getLogger("mooncake_store").addHandler(Handler(logging.ERROR))
     return count
