@@ -53,7 +53,7 @@ class Party:
     killed: bool = False
 
     def tell(self, message: object) -> None:
-        with suppress(BrokenPipeError):  # why it ended is read from it
+        with suppress(BrokenPipeError, ConnectionResetError):  # why it ended is read from it
             self.child.send(message)
 
 
