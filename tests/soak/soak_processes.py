@@ -6,8 +6,10 @@ import asyncio
 import gc
 import logging
 import random
+import sys
 import threading
 import time
+import traceback
 import warnings
 from collections import deque
 from contextlib import suppress
@@ -343,7 +345,8 @@ class _Reader:
         if held.result is None:
             right = digest_of({"tokens": [tensor.numpy() for tensor in held.tensors]}) == held.digest
             held.tensors.clear()
-            assert held.gone.wait(GONE_SECONDS), f"the end of the last tensor of {held.key} was not told"
+            if not held.gone.wait(GONE_SECONDS):
+                raise AssertionError(f"the end of the last tensor of {held.key} was not told\n{_stacks()}")
         else:
             right = digest_of(held.result.value) == held.digest
             _let_go(held)
@@ -373,6 +376,11 @@ def _let_go(held: _Held) -> None:
     except IntegrityError as error:
         held.told = str(error)
     held.result = None
+
+
+def _stacks() -> str:
+    """Where every thread of this process is."""
+    return "\n".join("".join(traceback.format_stack(frame)) for frame in sys._current_frames().values())
 
 
 def _count_late_errors() -> list[int]:
