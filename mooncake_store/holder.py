@@ -119,6 +119,7 @@ class SegmentHolder:
         self._records = Records(client)
         self._before: list[_Segment] = []
         self._asked = 0
+        self._blocked: list[mmap.mmap] = []  # addresses that Mooncake cannot use any more
         self._without_sharing = False
         self._current = self._lend(epoch=0)
 
@@ -174,10 +175,7 @@ class SegmentHolder:
     def _lend(self, epoch: int) -> _Segment:
         memory = self._memory()
         try:
-            if memory is None:
-                segment_id = self._client.mount_private(self._nbytes, self._protocol)
-            else:
-                segment_id = self._client.mount(memory.path_for_self, self._nbytes, self._protocol)
+            segment_id = self._mount(memory)
             try:
                 record = self._probe(memory, epoch)
                 if record.path:
@@ -192,6 +190,18 @@ class SegmentHolder:
                 memory.close()  # it would keep the memory, and the next tick takes as much again
             raise
         return _Segment(record, segment_id, memory)
+
+    def _mount(self, memory: SharedMemory | None) -> str:
+        try:
+            if memory is None:
+                return self._client.mount_private(self._nbytes, self._protocol)
+            return self._client.mount(memory.path_for_self, self._nbytes, self._protocol)
+        except StoreError:
+            # A mount that the master does not answer leaves the memory registered at the address where Mooncake had
+            # mapped it, and that is free again: the next mapping would land there and be refused as overlapping, for
+            # ever (measured on 0.3.13.post1). So something else is put there, which takes addresses and no memory.
+            self._blocked.append(mmap.mmap(-1, self._nbytes, prot=0))
+            raise
 
     def _memory(self) -> SharedMemory | None:
         """Memory that others can map, None where the system has no such thing."""

@@ -509,6 +509,36 @@ def test_a_claim_that_the_end_of_a_master_interrupted_is_taken_later(
             store.remove(ref)
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_holder_lends_again_after_a_mount_that_the_end_of_a_master_interrupted(
+    shared: bool,
+    master: MasterProcess,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = resolve(settings(master.address), {})
+    client = MooncakeClient.connect(config, Limits())
+    lent = SegmentHolder(client, config.global_segment_size, "tcp", uuid.uuid4().hex)
+    if not shared:
+        monkeypatch.setattr(lent, "_memory", lambda: None)
+    try:
+        master.stop()
+        monkeypatch.setattr(client, "_probe_again", lambda: None)  # it goes when it has been looked for
+        with pytest.raises(StoreError, match="mount"):
+            lent._lend(epoch=1)
+        with MasterProcess(tmp_path / "master2.log", options=MASTER_OPTIONS, ports=master.ports):
+            deadline = time.monotonic() + HANG
+            while lent.record.epoch == 0:
+                assert time.monotonic() < deadline
+                try:
+                    lent.tick()
+                except StoreError as error:  # not yet, but no mount is refused
+                    assert "mount" not in str(error)
+            works(master.address)
+    finally:
+        lent.close()
+
+
 @pytest.mark.slow
 def test_a_batch_whose_writer_is_gone_is_lost_with_the_master(
     master: MasterProcess, holder: RunningHolder, tmp_path: Path
