@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from mooncake_store import StoreFull, StoreUnavailable, records, segment
+from mooncake_store import StoreError, StoreFull, StoreUnavailable, records, segment
 from mooncake_store import holder as module
 from mooncake_store.client import Limits
 from mooncake_store.frame import NBYTES
@@ -56,6 +56,27 @@ class Mounting(Master):
     def unmount(self, segment_id: str) -> None:
         self._note("unmount", segment_id)
         self.lent.clear()
+
+
+class Forgetful(Mounting):
+    """Does what was measured of Mooncake: a mount that the master does not answer leaves its addresses taken.
+
+    Attributes:
+        unanswered: how many of the next mounts are not answered.
+    """
+
+    unanswered = 0
+    taken: tuple[int, ...] = ()
+
+    def mount(self, path: str, nbytes: int, protocol: str) -> str:
+        base = Mounted(path, nbytes).record.base  # and it is mapped no more
+        if base in self.taken:
+            raise StoreError("Mooncake mount answered -1: overlapped memory region", code=-1)
+        if self.unanswered:
+            self.unanswered -= 1
+            self.taken += (base,)
+            raise StoreUnavailable("Mooncake mount answered -900", code=-900)
+        return super().mount(path, nbytes, protocol)
 
 
 def holder_of(master: Any, nbytes: int = 1 << 20) -> SegmentHolder:
@@ -219,3 +240,19 @@ def kept(part: Part) -> Kept:
     said = part.frame
     assert part.offset is not None
     return Kept(part.key, part.offset, said.id, said.part, said.parts, said.part_bytes, said.object_bytes)
+
+
+@pytest.mark.parametrize("unanswered", [1, 3])
+def test_a_mount_that_was_not_answered_does_not_stand_in_the_way_of_the_next(unanswered: int) -> None:
+    master = Forgetful()
+    holder = holder_of(master)
+    master.restart()
+    master.unanswered = unanswered
+    refused = 0
+    while holder.record.epoch == 0:
+        try:
+            holder.tick()
+        except StoreError:
+            refused += 1
+            assert refused <= unanswered + 2
+    assert refused >= unanswered
