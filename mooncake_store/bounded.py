@@ -59,5 +59,7 @@ def bounded(call: Callable[[], Result], seconds: float, name: str = "bounded cal
     thread.start()
     thread.join(seconds)
     if failure:
-        raise failure[0]
+        # Popped: an exception that one of its own frames holds is a cycle, and keeps the callers' frames, with whatever
+        # they look at, until a collection.
+        raise failure.pop()
     return outcome[0] if outcome else None

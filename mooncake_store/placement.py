@@ -140,6 +140,7 @@ class Writer:
                 self._client.revoke([part.key for part in copy.parts])
             raise
         finally:
+            refused = None  # see `bounded`
             source.release()
 
     def _copy(self, owner: SegmentRecord, key: str, copy: int, identity: bytes, source: _Source) -> Copy:

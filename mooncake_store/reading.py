@@ -44,19 +44,22 @@ class Reader:
         if not ref.copies:
             raise IntegrityError(f"the ref of {ref.key!r} names no copy: no put made it")
         failures: list[StoreError] = []
-        for attempt in attempts(self._limits.get):
-            failures = []
-            for copy in range(len(ref.copies)):
-                try:
-                    return self._copy(ref, copy)
-                except (ObjectNotFound, ObjectLost, IntegrityError, StoreUnavailable) as error:
-                    failures.append(self._explained(error, ref, ref.copies[copy].sentinel))
-            # What was known may be memory of before a restart of the master.
-            changed = self._owners.changed()
-            worth_waiting = changed or any(isinstance(error, ObjectLost) or error.retryable for error in failures)
-            if attempt.is_last() or not worth_waiting:
-                break
-        raise max(failures, key=_weight)
+        try:
+            for attempt in attempts(self._limits.get):
+                failures.clear()
+                for copy in range(len(ref.copies)):
+                    try:
+                        return self._copy(ref, copy)
+                    except (ObjectNotFound, ObjectLost, IntegrityError, StoreUnavailable) as error:
+                        failures.append(self._explained(error, ref, ref.copies[copy].sentinel))
+                # What was known may be memory of before a restart of the master.
+                changed = self._owners.changed()
+                worth_waiting = changed or any(isinstance(error, ObjectLost) or error.retryable for error in failures)
+                if attempt.is_last() or not worth_waiting:
+                    break
+            raise max(failures, key=_weight)
+        finally:
+            failures.clear()  # see `bounded`
 
     def remove(self, ref: BatchRef) -> None:
         """Free every part of every copy; what is already gone is not an error.

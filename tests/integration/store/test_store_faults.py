@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -74,6 +74,27 @@ def master(tmp_path: Path) -> Iterator[MasterProcess]:
 def holder(master: MasterProcess, tmp_path: Path) -> Iterator[RunningHolder]:
     with holding(master.address, tmp_path) as running:
         yield running
+
+
+@pytest.fixture
+def uncollected() -> Iterator[Callable[[], list[BaseException]]]:
+    """The exceptions that only a collection of cycles would free."""
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+
+    def find() -> list[BaseException]:
+        gc.collect()
+        found = [item for item in gc.garbage if isinstance(item, BaseException)]
+        gc.garbage.clear()
+        return found
+
+    try:
+        yield find
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
 
 
 def works(address: str, run_id: str = "afterwards") -> None:
@@ -492,6 +513,32 @@ def test_a_put_after_a_restart_leaves_room_for_what_was_there(
                     store.remove(ref)
                 store.remove(putting.result(HANG))
             works(master.address)
+
+
+def test_failures_leave_nothing_for_the_collector(
+    master: MasterProcess, holder: RunningHolder, tmp_path: Path, uncollected: Callable[[], list[BaseException]]
+) -> None:
+    """An exception in a cycle keeps the frames of all its callers, and what they look at, until a collection."""
+    limits = Limits(put=1.0, get=1.0, remove=1.0)
+    with (
+        store_with(master.address, limits=limits) as store,
+        store_with(master.address, share_memory=False, limits=limits) as far,
+    ):
+        refs = [store.put(batch_of(SIZE, seed)) for seed in range(2)]
+        store.remove(refs[0])
+        for reader in (store, far):
+            with suppress(ObjectNotFound):
+                reader.get(refs[0])
+        master.stop()
+        for call in (lambda: store.get(refs[1]), lambda: far.get(refs[1]), lambda: store.remove(refs[1])):
+            with suppress(StoreUnavailable):
+                call()
+        with suppress(StoreUnavailable):
+            store.put(batch_of(SIZE))
+        assert uncollected() == []
+        with MasterProcess(tmp_path / "master2.log", options=MASTER_OPTIONS, ports=master.ports):
+            works(master.address)
+    assert uncollected() == []
 
 
 def test_a_claim_that_the_end_of_a_master_interrupted_is_taken_later(

@@ -207,8 +207,10 @@ class Master:
         self.calls.append((operation, keys))
         self.meanwhile.pop(operation, lambda: None)()
         failures = self.failures.get(operation)
-        if failures and (failure := failures.pop(0)) is not None:
-            raise failure
+        if failures and failures[0] is not None:
+            raise failures.pop(0)  # type: ignore[misc]
+        if failures:
+            failures.pop(0)
 
     def _committed(self, key: str) -> Held | None:
         held = self.objects.get(key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -251,6 +252,36 @@ def test_parts_taken_away_while_they_are_gathered_are_found(monkeypatch: pytest.
     with pytest.raises(IntegrityError, match="part 1 of 3"):
         transport.get(ref)
     assert transport.pool.lent_bytes == 0
+
+
+@pytest.mark.parametrize("share_memory", [True, False])
+@pytest.mark.parametrize("chunk_bytes", [None, 1000])
+@pytest.mark.parametrize("kind", [StoreUnavailable, ObjectLost])
+def test_what_failed_first_does_not_hold_what_came_then(
+    share_memory: bool, chunk_bytes: int | None, kind: type[StoreError]
+) -> None:
+    """No frame that a caught exception keeps may look at the batch: its end would wait for a collection."""
+
+    def fail() -> None:
+        raise kind("for a moment")
+
+    master = Master(Lent("a"))
+    transport = Transport(master, share_memory, chunk_bytes, limits=PATIENT)
+    told = threading.Event()
+    gc.disable()
+    try:
+        with ObjectStore("mooncake", "r", transport) as store:
+            ref = store.put({"tokens": [np.arange(500, dtype=np.int32)] * 3})
+            master.meanwhile["locate"] = fail
+            with store.get(ref, on_release=told.set) as batch:
+                rows = batch["tokens"]
+            del batch
+            assert not told.is_set()
+            rows.clear()
+            assert told.wait(10)
+            assert transport.pool.lent_bytes == 0
+    finally:
+        gc.enable()
 
 
 # --- refs that no put made --------------------------------------------------------------------------------------------
