@@ -15,7 +15,16 @@ from mooncake_store import inventory
 from mooncake_store.addresses import endpoints
 from mooncake_store.claim import sweep, sweep_dead
 from mooncake_store.client import MooncakeClient
-from mooncake_store.config import DEFAULTS, PROTOCOLS, VARIABLES, MooncakeConfig, fit_to_host, resolve
+from mooncake_store.config import (
+    DEFAULTS,
+    MASTER_VARIABLE,
+    MISTAKEN_MASTER_VARIABLE,
+    PROTOCOLS,
+    VARIABLES,
+    MooncakeConfig,
+    fit_to_host,
+    resolve,
+)
 from mooncake_store.errors import ConfigError
 from mooncake_store.holder import serve
 from mooncake_store.inventory import Lent, Metrics, Run
@@ -153,6 +162,8 @@ def _add_metrics(parser: argparse.ArgumentParser) -> None:
 
 def _resolve(arguments: argparse.Namespace) -> MooncakeConfig:
     given = {name: value for name, value in vars(arguments).items() if name in DEFAULTS}
+    if not given["master_server_address"] and not {MASTER_VARIABLE, MISTAKEN_MASTER_VARIABLE} & os.environ.keys():
+        raise ConfigError(f"no master is named: give --master-server-address HOST:PORT, or set {MASTER_VARIABLE}")
     return resolve(given, os.environ, given_by=_GIVEN_BY)
 
 

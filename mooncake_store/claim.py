@@ -199,13 +199,16 @@ class RunClaim:
         self._client, self._records, self._run_id = client, records, run_id
         pid = os.getpid()
         self._mine = Claimant(uuid.uuid4().hex, socket.gethostname(), pid, _identity(pid))
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may close the store in the midst of `take`
         self._held = False
         self._lost: Claimant | None = None
         self._beats = 0
 
-    def take(self, segment: str) -> None:
+    def take(self, segment: str, restarted: bool = False) -> None:
         """Claim the run, once; the records go to `segment`. What a dead owner of the same id left is swept.
+
+        Args:
+            restarted: the store lost its records once: a run without a claim may be alive, about to claim itself again.
 
         Raises:
             ConfigError: a living process owns the run, or took it away from this one.
@@ -215,7 +218,7 @@ class RunClaim:
             if self._lost is not None:
                 raise self._in_use(self._lost)
             if not self._held:
-                self._take(segment)
+                self._take(segment, restarted)
                 self._held = True
 
     def beat(self, segments: Sequence[str]) -> None:
@@ -248,9 +251,11 @@ class RunClaim:
                         self._client.remove(claim_key(self._run_id))
                         self._client.remove(beat_key(self._run_id))
 
-    def _take(self, segment: str) -> None:
+    def _take(self, segment: str, restarted: bool) -> None:
         mine = msgspec.json.encode(self._mine)
         other: Claimant | None = None
+        if restarted and owner_of(self._records, self._run_id) is None and is_alive(self._records, self._run_id):
+            raise self._in_use(owner_of(self._records, self._run_id))
         for _ in range(2):
             if self._records.claim(claim_key(self._run_id), mine, segment):
                 self._beat(segment)

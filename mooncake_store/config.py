@@ -224,7 +224,8 @@ def fit_to_host(config: MooncakeConfig, contributes: bool, root: Path = Path("/"
     if lent >= limit.nbytes:
         raise segment.complain(
             f"this process would lend {lent} bytes of memory; allowed: less than {limit.nbytes} ({limit.source}). Set "
-            f"global_segment_size or {_FIELDS['global_segment_size'].variable}, or contribute_segment=False"
+            f"global_segment_size or {_FIELDS['global_segment_size'].variable}; a process that opens a store may also "
+            f"lend nothing, with contribute_segment=False"
         )
     left = limit.nbytes - lent
     if config.local_buffer_size > left and buffers.source != DEFAULT:

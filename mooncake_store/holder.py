@@ -52,6 +52,8 @@ from mooncake_store.segment import (
 SLOTS = 64
 TICK_SECONDS = 0.25
 KEEP_SECONDS = 60.0  # how long memory of before a restart is kept for writers to ask for what was in it
+ANSWER_SECONDS = 1.0  # of a tick for requests, of which there may be many
+ASK_BYTES = 1 << 20  # that fresh memory has more, so that all that was in the old fits beside requests for it
 ROOM_SECONDS = 5.0  # how long fresh memory is waited for beside the old one, before that is given up for it
 _log = logging.getLogger(__name__)
 
@@ -139,9 +141,13 @@ class SegmentHolder:
         if not known:
             _log.warning("the master has forgotten segment %d of %s: it was restarted", record.epoch, record.name)
             self._fence()
-        elif asked:
+        until = time.monotonic() + ANSWER_SECONDS
+        while known and asked:
             self._answer(ask_key(self._holder, record.epoch, self._asked))
             self._asked += 1
+            if time.monotonic() > until:  # what is left comes with the next tick
+                break
+            known, asked = self._client.exist([record.sentinel, ask_key(self._holder, record.epoch, self._asked)])
         now = time.monotonic()
         for segment in [old for old in self._before if old.kept_until < now]:
             self._before.remove(segment)
@@ -173,13 +179,14 @@ class SegmentHolder:
         self._asked = 0
 
     def _lend(self, epoch: int) -> _Segment:
-        memory = self._memory()
+        nbytes = self._nbytes + (ASK_BYTES if epoch else 0)
+        memory = self._memory(nbytes)
         try:
-            segment_id = self._mount(memory)
+            segment_id = self._mount(memory, nbytes)
             try:
-                record = self._probe(memory, epoch)
+                record = self._probe(memory, nbytes, epoch)
                 if record.path:
-                    populate(record.base, self._nbytes)  # Mooncake's own mapping of the same pages
+                    populate(record.base, nbytes)  # Mooncake's own mapping of the same pages
                 self._claim_slot(record)
             except BaseException:
                 with suppress(StoreError):
@@ -191,22 +198,22 @@ class SegmentHolder:
             raise
         return _Segment(record, segment_id, memory)
 
-    def _mount(self, memory: SharedMemory | None) -> str:
+    def _mount(self, memory: SharedMemory | None, nbytes: int) -> str:
         try:
             if memory is None:
-                return self._client.mount_private(self._nbytes, self._protocol)
-            return self._client.mount(memory.path_for_self, self._nbytes, self._protocol)
+                return self._client.mount_private(nbytes, self._protocol)
+            return self._client.mount(memory.path_for_self, nbytes, self._protocol)
         except StoreError:
             # A mount that the master does not answer leaves the memory registered at the address where Mooncake had
             # mapped it, and that is free again: the next mapping would land there and be refused as overlapping, for
             # ever (measured on 0.3.13.post1). So something else is put there, which takes addresses and no memory.
-            self._blocked.append(mmap.mmap(-1, self._nbytes, prot=0))
+            self._blocked.append(mmap.mmap(-1, nbytes, prot=0))
             raise
 
-    def _memory(self) -> SharedMemory | None:
+    def _memory(self, nbytes: int) -> SharedMemory | None:
         """Memory that others can map, None where the system has no such thing."""
         try:
-            return SharedMemory(self._nbytes)
+            return SharedMemory(nbytes)
         except OSError as error:
             if error.errno == errno.ENOMEM:
                 raise StoreFull(
@@ -217,7 +224,7 @@ class SegmentHolder:
                 _log.warning("no shared memory here (%s): all bytes will travel over the network", error.strerror)
             return None
 
-    def _probe(self, memory: SharedMemory | None, epoch: int) -> SegmentRecord:
+    def _probe(self, memory: SharedMemory | None, nbytes: int, epoch: int) -> SegmentRecord:
         """Put the sentinel, find where it lies, and so where the memory starts."""
         key, probe = sentinel_key(self._holder, epoch), secrets.token_bytes(PROBE_BYTES)
         name = self._client.segment_name
@@ -243,7 +250,7 @@ class SegmentHolder:
             epoch=epoch,
             name=name,
             endpoint=location.endpoint,
-            nbytes=self._nbytes,
+            nbytes=nbytes,
             base=base,
             path=f"/proc/{os.getpid()}/fd/{memory.descriptor}" if memory else "",
             inode=os.fstat(memory.descriptor).st_ino if memory else 0,
@@ -268,6 +275,8 @@ class SegmentHolder:
         except (IntegrityError, msgspec.DecodeError) as error:
             _log.warning("request %s cannot be read: %s", key, error)
             return
+        with suppress(StoreError):  # its key says that it was made; what it said takes room that is needed
+            self._records.replace(key, b"", self.record.name)
         kept = 0
         for old in (segment for segment in self._before if segment.record.epoch == ask.epoch):
             for wanted in ask.objects:

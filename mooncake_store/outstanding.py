@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import msgspec
@@ -18,7 +18,7 @@ from mooncake_store.placement import Copy, Part, Written
 from mooncake_store.records import Records
 from mooncake_store.segment import SegmentRecord
 
-ANSWER_SECONDS = 20.0
+ANSWER_SECONDS = 20.0  # without one more part
 _PER_ASK = 128  # objects in one request, well within a record
 Item = TypeVar("Item")
 _log = logging.getLogger(__name__)
@@ -26,10 +26,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A holder was asked to publish copies again, in the segment `new`; what has not come by then is lost."""
+    """A holder was asked to publish copies again, in the segment `new`; what stays away when nothing comes is lost.
+
+    Attributes:
+        came: how many parts have come so far.
+        until: when that has not grown for too long.
+    """
 
     new: SegmentRecord
     copies: dict[str, Copy]
+    came: int
     until: float
 
 
@@ -46,7 +52,7 @@ class Outstanding:
 
     def __init__(self, client: MooncakeClient, records: Records, owners: Owners) -> None:
         self._client, self._records, self._owners = client, records, owners
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._copies: dict[str, list[Copy]] = {}
         self._lying: dict[str, _Lying] = {}  # the same by the segment's sentinel: each put asks which there are
         self._missing_since: dict[str, float] = {}
@@ -122,7 +128,7 @@ class Outstanding:
         parts = [part for copy in lost.values() for part in copy.parts]
         for some in _batches(parts, _PER_ASK):
             self._ask(new, Ask(old.epoch, [_kept(part) for part in some if part.offset is not None]))
-        self._asked[old.sentinel] = _Asked(new, lost, time.monotonic() + ANSWER_SECONDS)
+        self._asked[old.sentinel] = _Asked(new, lost, 0, time.monotonic() + ANSWER_SECONDS)
         self._settle(old.sentinel)
 
     def _settle(self, sentinel: str) -> None:
@@ -134,7 +140,10 @@ class Outstanding:
         with self._lock:
             wanted = {key: copy for key, copy in asked.copies.items() if key in self._copies}
         keys = [part.key for copy in wanted.values() for part in copy.parts]
-        if keys and not all(self._client.exist(keys)) and time.monotonic() < asked.until:
+        came = sum(self._client.exist(keys)) if keys else 0
+        if came > asked.came:
+            self._asked[sentinel] = replace(asked, came=came, until=time.monotonic() + ANSWER_SECONDS)
+        if came < len(keys) and time.monotonic() < asked.until:
             return
         found = self._found(keys)
         for key, copy in wanted.items():

@@ -25,7 +25,7 @@ class Owners:
 
     def __init__(self, client: MooncakeClient, records: Records, share_memory: bool = True) -> None:
         self._client, self._records, self._share_memory = client, records, share_memory
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._known: list[SegmentRecord] = []
         self._mapped: dict[tuple[str, bool], Mapping | None] = {}
         self._said: set[str] = set()

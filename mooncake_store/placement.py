@@ -120,6 +120,13 @@ class Writer:
                 f"{len(owners)} segment holders serve this master, {replica_num} replicas need one each; start more "
                 f"(`miles-mooncake holder`, one per node), or lower replica_num"
             )
+        largest = max(owner.nbytes for owner in owners)
+        if payload.nbytes + frame.NBYTES > largest:
+            raise StoreFull(
+                f"a batch of {payload.nbytes} bytes exceeds the {largest} bytes of the largest segment that is lent; "
+                f"lend a larger one (global_segment_size), or put smaller batches",
+                retryable=False,
+            )
         claim(owners[0].name)
         identity = uuid.uuid4()
         key = f"{prefix}/{identity.hex}"

@@ -76,7 +76,7 @@ class BufferPool:
         self.wait = wait
         self._register = register
         self._unregister = unregister
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may close the pool while its thread holds it
         self._buffers: set[_Buffer] = set()
         self._free: list[_Buffer] = []
         # Finalizers may run at any allocation, also inside this class: SimpleQueue.put is reentrant, a lock is not.

@@ -14,6 +14,7 @@ from mooncake_store.bounded import attempts
 from mooncake_store.client import Limits, Location, MooncakeClient, Range
 from mooncake_store.errors import IntegrityError, ObjectLost, ObjectNotFound, StoreError, StoreUnavailable
 from mooncake_store.frame import Frame
+from mooncake_store.holder import SLOTS
 from mooncake_store.owners import Owners
 from mooncake_store.placement import MAX_PARTS, frames, part_key
 from mooncake_store.pool import BufferPool
@@ -41,8 +42,7 @@ class Reader:
             IntegrityError: the bytes are not those of this batch, or no put made this ref.
             StoreUnavailable: the master does not answer.
         """
-        if not ref.copies:
-            raise IntegrityError(f"the ref of {ref.key!r} names no copy: no put made it")
+        _check_copies(ref)
         failures: list[StoreError] = []
         try:
             for attempt in attempts(self._limits.get):
@@ -68,6 +68,7 @@ class Reader:
             IntegrityError: no put made this ref.
             StoreUnavailable: the master does not answer.
         """
+        _check_copies(ref)
         for copy, named in enumerate(ref.copies):
             for part in _frames_of(ref, named):
                 self._client.remove(part_key(ref.key, copy, part.part))
@@ -156,6 +157,15 @@ class Reader:
         return ObjectLost(
             f"the memory of {ref.key!r} is gone: its segment's holder ended, or the master was restarted and the "
             f"batch's writer did not publish it again"
+        )
+
+
+def _check_copies(ref: BatchRef) -> None:
+    sentinels = {copy.sentinel for copy in ref.copies}
+    if not 0 < len(ref.copies) == len(sentinels) <= SLOTS:
+        raise IntegrityError(
+            f"no put made the ref of {ref.key!r:.200}, which names {len(ref.copies)} copies with {len(sentinels)} "
+            f"owners: allowed are 1 to {SLOTS}, each with another"
         )
 
 

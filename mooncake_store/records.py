@@ -27,7 +27,7 @@ class Records:
 
     def __init__(self, client: MooncakeClient) -> None:
         self._client = client
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._memory = mmap.mmap(-1, MAX_BYTES)
         self._scratch = np.frombuffer(self._memory, dtype=np.uint8)
         client.register(self._scratch.ctypes.data, MAX_BYTES)

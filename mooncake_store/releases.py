@@ -24,7 +24,7 @@ class Releases:
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def call_when_gone(self, root: Bytes, *functions: Callable[[], None]) -> None:
         """Call the functions once, in this order, when `root` and every view of it are gone. Failures are logged."""

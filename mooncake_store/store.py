@@ -113,9 +113,11 @@ class ObjectStore:
         self._carrier = carrier
         self._closed = False
         self._pid = os.getpid()
-        self._lock = threading.Lock()
-        # One: Mooncake's transfers hinder each other, and a background read should not starve a caller's own.
-        self._background = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self._lock = threading.RLock()  # a signal handler may close the store while its thread holds it
+        # One each: Mooncake's transfers hinder each other, and a background read should not starve a caller's own; but
+        # a put may wait for the room that a get and a remove make.
+        self._reads = ThreadPoolExecutor(1, thread_name_prefix="store reads")
+        self._writes = ThreadPoolExecutor(1, thread_name_prefix="store writes")
         self._prefetches: dict[str, Future[Stored]] = {}
         self._releases = Releases()
         self._stats = {"puts": 0, "gets": 0, "removes": 0, "bytes_put": 0, "bytes_got": 0}
@@ -210,12 +212,12 @@ class ObjectStore:
         self._check_ref(ref)
         with self._lock:
             if ref.key not in self._prefetches:
-                self._prefetches[ref.key] = self._submit(self._carrier.get, ref)
+                self._prefetches[ref.key] = self._submit(self._reads, self._carrier.get, ref)
 
     async def aput(self, batch: Mapping[str, Any], value_spec: Mapping[str, ValueSpec] | None = None) -> BatchRef:
         """`put` in a thread of the store's, so that the event loop goes on. Cancelling does not undo what has begun."""
         self._check_open()
-        return await asyncio.wrap_future(self._submit(self.put, batch, value_spec))
+        return await asyncio.wrap_future(self._submit(self._writes, self.put, batch, value_spec))
 
     async def aget(
         self,
@@ -227,7 +229,7 @@ class ObjectStore:
     ) -> GetResult:
         """`get` in a thread of the store's, so that the event loop goes on."""
         self._check_open()
-        return await asyncio.wrap_future(self._submit(self.get, ref, fields, rows, as_lists, on_release))
+        return await asyncio.wrap_future(self._submit(self._reads, self.get, ref, fields, rows, as_lists, on_release))
 
     def remove(self, ref: BatchRef) -> None:
         """Free a batch. Removing it again, or when it is already gone, does nothing.
@@ -255,7 +257,8 @@ class ObjectStore:
                 prefetched = list(self._prefetches)
             for key in prefetched:
                 self._give_up_prefetch(key)
-            self._background.shutdown(wait=True)  # calls that wait there find the store closed
+            for thread in (self._reads, self._writes):  # calls that wait there find the store closed
+                thread.shutdown(wait=True)
             self._releases.close()
             self._carrier.close()
 
@@ -277,14 +280,16 @@ class ObjectStore:
         if self._closed:
             raise StoreClosed(f"the {self.backend} store of run {self.run_id!r} is closed; open a new one")
 
-    def _submit(self, call: Callable[..., Result], *arguments: Any) -> Future[Result]:
+    def _submit(self, thread: ThreadPoolExecutor, call: Callable[..., Result], *arguments: Any) -> Future[Result]:
         try:
-            return self._background.submit(call, *arguments)
+            return thread.submit(call, *arguments)
         except RuntimeError:  # it was closed just now
             self._check_open()
             raise
 
     def _check_ref(self, ref: BatchRef) -> None:
+        if not isinstance(ref, BatchRef):
+            raise TypeError(f"a {type(ref).__name__} names no batch; pass the BatchRef that put returned")
         if ref.backend != self.backend:
             raise ConfigError(
                 f"ref {ref.key!r} was put by backend {ref.backend!r}, this store is {self.backend!r}; "
@@ -295,7 +300,11 @@ class ObjectStore:
         with self._lock:
             reading = self._prefetches.pop(ref.key, None)
         # One that has not begun is given up: here it would wait behind others, or behind this very call.
-        return None if reading is None or reading.cancel() else reading.result()
+        if reading is None or reading.cancel():
+            return None
+        stored = reading.result()
+        # Nor is one taken whose batch was removed since.
+        return stored if stored.loan is None or stored.loan.is_kept() else None
 
     def _give_up_prefetch(self, key: str) -> None:
         with self._lock:

@@ -63,7 +63,7 @@ class MooncakeCarrier:
         self._outstanding = Outstanding(client, records, self._owners)
         self._ended = threading.Event()
         self._keepers: list[threading.Thread] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def lend(self, config: MooncakeConfig, log: Path) -> None:
         """Start a segment holder that ends with this carrier, unless one lends memory of this node already.
@@ -106,7 +106,7 @@ class MooncakeCarrier:
         """
         if self._outstanding.is_behind():
             raise StoreUnavailable("the master was restarted; what this run had put is published again first")
-        self._claim.take(segment)
+        self._claim.take(segment, restarted=any(owner.epoch for owner in self._owners.all()))
         with self._lock:
             if not self._keepers:
                 # Two, since publishing again after a restart takes longer than a run may be silent.

@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip("mooncake.store", reason="Mooncake is not installed")
 
+from miles_plugin import cli
 from mooncake_store import MasterProcess, ObjectStore, open_store
 
 pytestmark = pytest.mark.integration
@@ -155,3 +156,12 @@ def test_the_metrics_port_of_another_master_is_noticed(
         status, _, error = run(*command, master.metrics_url)
         assert status == 2
         assert "it is another master's" in error
+
+
+@pytest.mark.parametrize("command", [["holder"], ["ls"], ["sweep", "--dead"]])
+def test_a_master_that_nobody_names_is_asked_for_by_its_flag(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MOONCAKE_MASTER")
+    assert cli.main(command) == 2
+    assert "give --master-server-address HOST:PORT, or set MOONCAKE_MASTER" in capsys.readouterr().err

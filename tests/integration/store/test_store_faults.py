@@ -541,6 +541,45 @@ def test_failures_leave_nothing_for_the_collector(
     assert uncollected() == []
 
 
+@pytest.mark.parametrize(
+    ("number", "nbytes"), [pytest.param(12_000, 256, marks=pytest.mark.slow), (460, 64 << 10)], ids=["many", "full"]
+)
+def test_whatever_was_outstanding_comes_back(
+    number: int, nbytes: int, master: MasterProcess, holder: RunningHolder, tmp_path: Path
+) -> None:
+    with store_with(master.address, limits=Limits(put=HANG)) as store:
+        refs = []
+        with suppress(StoreFull):
+            refs += [store.put(batch_of(nbytes, seed % 7)) for seed in range(number)]
+        for _ in range(2):
+            with replaced(master, tmp_path) as after:
+                store.put(batch_of(4, 1))  # waits for those before it
+                for seed in range(0, len(refs), max(1, len(refs) // 500)):
+                    with store.get(refs[seed]) as got:
+                        assert same(got, nbytes, seed % 7)
+                assert len(batches(after)) >= len(refs)
+
+
+def test_a_living_run_keeps_its_id_through_a_restart(
+    master: MasterProcess, holder: RunningHolder, tmp_path: Path
+) -> None:
+    with store_with(master.address) as mine, store_with(master.address) as thief:
+        mine.put(batch_of(SIZE))
+        with pytest.raises(ConfigError, match="in use"):
+            thief.put(batch_of(SIZE))
+        with replaced(master, tmp_path):
+            deadline = time.monotonic() + 10.0
+            while time.monotonic() < deadline:
+                try:
+                    thief.put(batch_of(SIZE))
+                except ConfigError:
+                    break
+                except StoreError:  # the holder lends nothing yet
+                    continue
+                pytest.fail("the run was taken from a living process")
+            mine.put(batch_of(SIZE))
+
+
 def test_a_claim_that_the_end_of_a_master_interrupted_is_taken_later(
     master: MasterProcess, holder: RunningHolder, tmp_path: Path
 ) -> None:

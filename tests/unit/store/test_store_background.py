@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -39,6 +40,17 @@ def test_a_prefetched_batch_is_read_once(store: ObjectStore, carrier: Memory) ->
     assert carrier.gets == 1
     store.get(ref)
     assert carrier.gets == 2
+
+
+def test_a_prefetched_batch_that_was_removed_since_is_not_taken(store: ObjectStore, carrier: Memory) -> None:
+    ref, begun = store.put(BATCH), threading.Event()
+    carrier.during = begun.set
+    store.prefetch(ref)
+    assert begun.wait(10)
+    carrier.kept = False  # and whoever was given its memory may have written there
+    del carrier.objects[ref.key]
+    with pytest.raises(ObjectNotFound):
+        store.get(ref)
 
 
 def test_a_failed_prefetch_is_told_by_the_next_get_alone(store: ObjectStore, carrier: Memory) -> None:
@@ -160,16 +172,37 @@ def test_async_calls_raise_what_the_others_do(store: ObjectStore) -> None:
     asyncio.run(work())
 
 
+def test_a_put_that_waits_for_room_does_not_stop_the_get_that_makes_it(store: ObjectStore, carrier: Memory) -> None:
+    ref, put, removed = store.put(BATCH), carrier.put, threading.Event()
+
+    def wait_for_room(payload: Any) -> Any:
+        assert removed.wait(10)
+        return put(payload)
+
+    carrier.put = wait_for_room  # type: ignore[method-assign]
+
+    async def free() -> None:
+        (await store.aget(ref)).release()
+        store.remove(ref)
+        removed.set()
+
+    async def work() -> None:
+        await asyncio.gather(store.aput(BATCH), free())
+
+    asyncio.run(work())
+
+
 def test_async_calls_end_with_the_store(store: ObjectStore, carrier: Memory) -> None:
     """Those that wait for their turn when it is closed, and those that come later."""
     ref = store.put(BATCH)
-    begun, leave = threading.Event(), threading.Event()
+    begun, leave = threading.Semaphore(0), threading.Event()
 
     async def work() -> None:
-        carrier.during = lambda: (begun.set(), leave.wait(10))
-        running = asyncio.ensure_future(store.aput(BATCH))
-        while not begun.is_set():
-            await asyncio.sleep(0.001)
+        carrier.during = lambda: (begun.release(), leave.wait(10))
+        running, reading = asyncio.ensure_future(store.aput(BATCH)), asyncio.ensure_future(store.aget(ref))
+        for _ in range(2):  # neither waits for the other
+            while not begun.acquire(blocking=False):
+                await asyncio.sleep(0.001)
         waiting = [asyncio.ensure_future(call) for call in (store.aget(ref), store.aput(BATCH))]
         await asyncio.sleep(0)
         closing = asyncio.get_running_loop().run_in_executor(None, store.close)
@@ -177,6 +210,7 @@ def test_async_calls_end_with_the_store(store: ObjectStore, carrier: Memory) -> 
             await asyncio.sleep(0.001)
         leave.set()
         assert (await running).num_rows == 2  # what has begun is done
+        assert (await reading).value["round_number"] == 1
         await closing
         for call in (*waiting, store.aget(ref), store.aput(BATCH)):
             with pytest.raises(StoreClosed):

@@ -294,6 +294,30 @@ def test_what_a_restart_of_the_master_lost_is_claimed_again(master: Master, cloc
     assert master.records.read(beat_key("r")) is not None
 
 
+@pytest.mark.parametrize("claims_again", [True, False])
+def test_a_run_without_a_claim_may_be_alive_after_a_restart(claims_again: bool, master: Master, clock: Clock) -> None:
+    first, second = claim_of(master), claim_of(master)
+    first.take("s")
+    master.restart()
+    master.lent.clear()
+    waits = itertools.count()
+    clock.during = lambda: first.beat(["s"]) if claims_again and next(waits) > 2 else None
+    if claims_again:
+        with pytest.raises(ConfigError, match="in use"):
+            second.take("s", restarted=True)
+        first.take("s")
+    else:
+        second.take("s", restarted=True)
+        assert clock.now - 1000.0 >= claim.UNCLAIMED_SECONDS
+
+
+def test_a_store_that_is_closed_in_the_midst_of_a_claim_does_not_hang(master: Master, clock: Clock) -> None:
+    """As a signal handler may do, in the same thread."""
+    mine = claim_of(master)
+    master.meanwhile["allocate"] = mine.release
+    mine.take("s")
+
+
 def test_who_lost_its_claim_takes_it_no_more(master: Master, clock: Clock) -> None:
     """Stopped for longer than a run may be silent, it was taken for dead."""
     mine = claim_of(master)

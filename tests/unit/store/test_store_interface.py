@@ -419,3 +419,10 @@ def test_a_third_party_backend(
 def test_run_ids_are_fresh() -> None:
     assert open_store("memory").run_id != open_store("memory").run_id
     assert open_store("memory", run_id="mine").run_id == "mine"
+
+
+@pytest.mark.parametrize("what", [None, "run/run1/b/0", {"key": "run/run1/b/0"}])
+def test_what_is_no_ref_is_refused(store: ObjectStore, what: Any) -> None:
+    for use in (store.get, store.remove, store.prefetch):
+        with pytest.raises(TypeError, match="pass the BatchRef that put returned"):
+            use(what)

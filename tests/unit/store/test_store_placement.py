@@ -284,6 +284,17 @@ def test_pieces_are_no_larger_than_what_did_not_fit(monkeypatch: pytest.MonkeyPa
     assert not master.stored()
 
 
+def test_what_no_segment_can_ever_hold_is_not_waited_for() -> None:
+    master = Master(lent("a", nbytes=1 << 16), lent("b"))
+    transport = Transport(master, limits=Limits(put=60.0))
+    with pytest.raises(
+        StoreFull, match=r"exceeds the 1048576 bytes of the largest segment.*global_segment_size"
+    ) as caught:
+        transport.write(Content(bytes(1 << 20)))
+    assert not caught.value.retryable
+    assert not order(master)
+
+
 def test_a_full_store_is_waited_for() -> None:
     master = Master(lent())
     master.failures["allocate"] = [StoreFull("full"), StoreFull("full")]

@@ -360,10 +360,16 @@ def test_a_ref_that_came_by_pickle_is_believed_no_more(nbytes: int, part_bytes: 
     assert keys_of(done)[0] in master.objects
 
 
-def test_a_ref_without_copies_was_put_by_nobody() -> None:
-    transport, _, ref = written(Master(Lent("a")))
-    with pytest.raises(IntegrityError, match="names no copy"):
-        transport.get(dataclasses.replace(ref, copies=()))
+@pytest.mark.parametrize(("copies", "sentinels"), [(0, 0), (2, 1), (60, 1), (65, 65), (10_000, 10_000)])
+def test_a_ref_of_copies_that_no_put_makes_sends_nobody_anywhere(copies: int, sentinels: int) -> None:
+    master = Master(Lent("a"))
+    transport, _, ref = written(master)
+    named = [ref.copies[0]._replace(sentinel=f"holder/{number % sentinels}/epoch/0") for number in range(copies)]
+    master.calls.clear()
+    for use in (transport.get, transport.remove):
+        with pytest.raises(IntegrityError, match=f"names {copies} copies with {sentinels} owners"):
+            use(dataclasses.replace(ref, copies=tuple(named)))
+    assert not master.calls
 
 
 def test_a_larger_object_than_the_ref_says_is_refused_before_a_buffer_is_taken() -> None:
