@@ -5,6 +5,8 @@ Importing this package needs numpy, xxhash and msgspec only; a backend's package
 
 from mooncake_store.columns import BATCH_LEVEL, DEFAULT_SPECS, ValueSpec
 from mooncake_store.config import MooncakeConfig, parse_size
+from mooncake_store.decode import as_lists
+from mooncake_store.encode import batch_digest
 from mooncake_store.errors import (
     ConfigError,
     IntegrityError,
@@ -16,7 +18,6 @@ from mooncake_store.errors import (
     StoreFull,
     StoreUnavailable,
 )
-from mooncake_store.layout import as_lists, batch_digest
 from mooncake_store.master import MasterProcess, probe_master
 from mooncake_store.ref import BatchRef
 from mooncake_store.store import GetResult, ObjectStore, open_store

@@ -15,7 +15,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 from mooncake_store import codes
@@ -107,6 +106,27 @@ class _Gate:
         self.closed = False
 
 
+class Traffic:
+    """Bytes that a client's transfers moved to and from the memory of others. Safe to share between threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sent = self._received = 0
+
+    def sent(self, nbytes: int) -> None:
+        with self._lock:
+            self._sent += nbytes
+
+    def received(self, nbytes: int) -> None:
+        with self._lock:
+            self._received += nbytes
+
+    def counters(self) -> dict[str, int]:
+        """bytes_sent and bytes_received so far."""
+        with self._lock:
+            return {"bytes_sent": self._sent, "bytes_received": self._received}
+
+
 class MooncakeClient:
     """One connection to a Mooncake master. Build it with `connect`."""
 
@@ -119,6 +139,7 @@ class MooncakeClient:
         self._lane = 0
         self._beside: MooncakeClient | None = None
         self._unanswered = False
+        self._traffic = Traffic()
         self._pid = os.getpid()
         os.register_at_fork(after_in_child=_let_child_end(weakref.ref(self)))
         # Also at the end of the interpreter, during which threads that use this client may run on.
@@ -165,6 +186,10 @@ class MooncakeClient:
         other = copy.copy(self)
         other._lane, other._beside = 1, self  # which keeps the connection open, as long as the other is there
         return other
+
+    def traffic(self) -> dict[str, int]:
+        """Bytes that this connection moved so far, records included: bytes_sent and bytes_received."""
+        return self._traffic.counters()
 
     @property
     def segment_name(self) -> str:
@@ -230,17 +255,16 @@ class MooncakeClient:
             self._call("batch_put_session_revoke", mine)
         return answers
 
-    def write(self, key: str, pieces: Sequence[tuple[int, int]]) -> None:
-        """Send pieces of registered memory, each (address, bytes), back to back into an allocated object.
+    def write(self, key: str, start: int, address: int, nbytes: int) -> None:
+        """Send registered memory into an allocated object, to byte `start` of it.
 
         Raises:
             StoreUnavailable: its owner does not answer.
         """
-        addresses, sizes = [address for address, _ in pieces], [nbytes for _, nbytes in pieces]
-        starts = [0, *accumulate(sizes)][:-1]
-        code = self._call("batch_put_from_multi_buffer_ranges", [key], [addresses], [sizes], [starts])[0]
-        if code != sum(sizes):
-            raise codes.error_for(min(code, -1), "write", repr(key), f"{sum(sizes)} bytes; {self._next_step(code)}")
+        code = self._call("batch_put_from_multi_buffer_ranges", [key], [[address]], [[nbytes]], [[start]])[0]
+        if code != nbytes:
+            raise codes.error_for(min(code, -1), "write", repr(key), f"{nbytes} bytes; {self._next_step(code)}")
+        self._traffic.sent(nbytes)
 
     def commit(self, keys: Sequence[str]) -> None:
         """Make allocated objects visible; StoreError when the master has forgotten one."""
@@ -309,6 +333,7 @@ class MooncakeClient:
             flat = [answer[0][0] for answer in answers]
             failed = [i for i, answer in enumerate(flat) if answer != ranges[i].nbytes]
             if not failed:
+                self._traffic.received(sum(flat))
                 return
             key, code = keys[failed[0]], flat[failed[0]]
             if code >= 0:
@@ -326,6 +351,7 @@ class MooncakeClient:
         code = self._call("upsert_from", key, address, nbytes, self._pinned(segment))
         if code != codes.OK:
             raise codes.error_for(code, "record", repr(key), self._next_step(code))
+        self._traffic.sent(nbytes)
 
     def remove(self, key: str) -> None:
         """Free the object `key`, whatever leases readers hold on it; an object that is already gone is not an error.

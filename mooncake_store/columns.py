@@ -13,13 +13,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
 
 from mooncake_store.arrays import (
     ALLOWED,
+    DTYPES,
     Array,
     cast,
     dtype_of,
@@ -27,12 +29,17 @@ from mooncake_store.arrays import (
     is_array,
     is_number,
     name_of,
+    narrowest,
     normalise,
     pack,
+    pack_row,
 )
-from mooncake_store.tree import TreeWriter
+from mooncake_store.tensors import is_tensor_type, plain_tensors
+from mooncake_store.tree import TreeWriter, pack_texts
 
 _Result = TypeVar("_Result")
+_DTYPE, _RANK = attrgetter("dtype"), attrgetter("ndim")
+NARROW_BYTES, NARROW_ROW_BYTES = 64 << 10, 256  # of a column and of a row: below, looking costs more than it saves
 
 CODECS = ("auto", "typed_ragged", "ndarray", "ragged_tensor_dict", "msgpack_ragged")
 
@@ -47,16 +54,25 @@ class ValueSpec:
         dtype: name of the dtype that the numbers get, or None for that of the values; numpy and torch dtypes are
             understood. Of dicts and other values it converts the arrays inside; "msgpack_ragged" converts nothing.
 
+        slice_axis: of a row; readers may take slices along it (`ObjectStore.get`), so it is stored first. Any but 0 is
+            moved when it is put, which costs more than a copy, and rows come back as views that are not contiguous.
+
     Raises:
         ValueError: an unknown codec, a dtype that cannot be stored, or one that the codec would not use.
     """
 
     codec: str = "auto"
     dtype: Any = None
+    slice_axis: int | None = None
 
     def __post_init__(self) -> None:
         if self.codec not in CODECS:
             raise ValueError(f"codec {self.codec!r} is unknown; allowed: {', '.join(CODECS)}")
+        if self.slice_axis is not None:
+            if isinstance(self.slice_axis, bool) or not isinstance(self.slice_axis, int) or self.slice_axis < 0:
+                raise ValueError(f"slice_axis = {self.slice_axis!r}; allowed: an axis of a row, counted from 0")
+            if self.codec not in ("auto", "typed_ragged"):
+                raise ValueError(f"slice_axis with codec {self.codec!r}; rows of numbers only have one: 'typed_ragged'")
         if self.dtype is None:
             return
         if self.codec == "msgpack_ragged":
@@ -97,24 +113,39 @@ class Dense:
     """A per-sample column that is one array, [num_rows, ...]."""
 
     array: Array
+    stored: np.dtype[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """A per-sample column of arrays that share dtype and rank but not shape."""
+    """A per-sample column of arrays that share dtype and rank but not shape.
+
+    Attributes:
+        rows: arrays of one dtype, which need be neither contiguous nor of the dtype they are stored in.
+        dtype: what readers get.
+        stored: what is stored, to which every number converts.
+        axis: along which readers may take slices, -1 for none.
+    """
 
     rows: list[Array]
     dtype: np.dtype[Any]
     ndim: int
+    stored: np.dtype[Any]
+    axis: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Packed values: one per sample, or a single one for the whole batch."""
+    """Packed values: one per sample, or a single one for the whole batch.
+
+    Attributes:
+        shares: where equal values are packed once, which of them each row has.
+    """
 
     blobs: list[bytes]
     leaves: TreeWriter
     per_row: bool
+    shares: list[int] | None = None
 
 
 Column = Dense | Ragged | Tree
@@ -127,6 +158,14 @@ def num_rows_of(batch: Mapping[str, Any]) -> int:
     if _is_sequence(tokens):
         return len(tokens)
     return Counter(lengths).most_common(1)[0][0] if lengths else 0
+
+
+def in_order(name: str, value: Any, num_rows: int, order: Sequence[int]) -> Any:
+    """The entry with its rows in this order; one value for the whole batch as it is."""
+    value = normalise(value)
+    if not _is_per_row(name, value, num_rows):
+        return value
+    return value[order] if isinstance(value, np.ndarray) else [value[row] for row in order]
 
 
 def analyse(name: str, value: Any, spec: ValueSpec | None, num_rows: int) -> Column:
@@ -143,45 +182,86 @@ def analyse(name: str, value: Any, spec: ValueSpec | None, num_rows: int) -> Col
         OverflowError: a number that its dtype cannot hold; names the column and the row.
         ValueError: a column that must have one item per sample has another length.
     """
-    asked = spec is not None and spec.codec != "auto"
+    asked = spec is not None and (spec.codec != "auto" or spec.slice_axis is not None)
     spec = spec or DEFAULT_SPECS.get(name) or ValueSpec()
     dtype = None if spec.dtype is None else dtype_of(spec.dtype)
     with _naming(name):
         value = normalise(value)
-    if name in BATCH_LEVEL or not _is_sequence(value) or len(value) != num_rows:
+    if not _is_per_row(name, value, num_rows):
         if spec.codec == "typed_ragged" and _is_sequence(value):
             raise ValueError(f"column {name!r} has {len(value)} rows, the batch has {num_rows}")
+        if spec.slice_axis is not None:
+            raise ValueError(f"column {name!r} has a slice_axis, but is not one row for each of {num_rows} samples")
         return _tree(name, [value], dtype, per_row=False)
 
     if spec.codec in ("msgpack_ragged", "ragged_tensor_dict"):
         return _tree(name, list(value), dtype, per_row=True)
+    if spec.slice_axis is not None:
+        return _sliceable(name, list(value), dtype, spec.slice_axis)
     if isinstance(value, np.ndarray):
-        return Dense(value if dtype is None else _cast_rows(name, value, dtype))
+        return _dense(value if dtype is None else _cast_rows(name, value, dtype))
     if spec.codec == "ndarray":
         return _stacked(name, value, dtype)
-    if spec.codec == "typed_ragged" and (asked or all(map(_is_row, value))):
+    if spec.codec == "typed_ragged" and (asked or all(map(_is_row_type, set(map(type, value))))):
         return _ragged(name, value, dtype)
     return _inferred(name, value, dtype)
+
+
+def _is_per_row(name: str, value: Any, num_rows: int) -> bool:
+    return name not in BATCH_LEVEL and _is_sequence(value) and len(value) == num_rows
 
 
 def _is_sequence(value: Any) -> bool:
     return isinstance(value, list) or (is_array(value) and value.ndim > 0)
 
 
-def _is_row(value: Any) -> bool:
-    return isinstance(value, list | tuple) or is_array(value)
+def _is_row_type(kind: type) -> bool:
+    return issubclass(kind, list | tuple | np.ndarray) or is_tensor_type(kind)
 
 
 def _inferred(name: str, values: list[Any], dtype: np.dtype[Any] | None) -> Column:
     numbers = _numbers(name, values, dtype)
     if numbers is not None:
-        return Dense(numbers)
-    rows = _typed_rows(name, values)
+        return _dense(numbers)
+    alike = _alike(values)
+    rows = _typed_rows(name, values) if alike is None else alike.rows
     if rows is None:
         return _tree(name, values, dtype, per_row=True)
     if dtype is not None:
         rows = [_cast_row(name, index, row, dtype) for index, row in enumerate(rows)]
-    return Ragged(rows, rows[0].dtype, rows[0].ndim)
+    elif alike is not None:
+        return alike
+    return Ragged(rows, rows[0].dtype, rows[0].ndim, rows[0].dtype)
+
+
+def _dense(array: Array) -> Dense:
+    return Dense(array, array.dtype)
+
+
+def _alike(values: list[Any]) -> Ragged | None:
+    """Arrays or tensors of one dtype and rank, without a look at each of them; None for anything else."""
+    kinds = set(map(type, values))
+    kind = kinds.pop() if len(kinds) == 1 else None
+    rows = values if kind is np.ndarray else plain_tensors(values) if kind is not None else None
+    if rows is None:
+        return None
+    dtypes, ranks = set(map(_DTYPE, rows)), set(map(_RANK, rows))
+    if len(dtypes) > 1 or len(ranks) > 1:
+        return None
+    given = dtypes.pop()
+    if given.name not in DTYPES:
+        return None
+    dtype = dtype_of(given.name)
+    return Ragged(rows, dtype, ranks.pop(), dtype)
+
+
+def _sliceable(name: str, values: list[Any], dtype: np.dtype[Any] | None, axis: int) -> Ragged:
+    column = _ragged(name, values, dtype)
+    if not isinstance(column, Ragged):
+        return Ragged([], dtype or np.dtype("<f8"), axis + 1, dtype or np.dtype("<f8"), axis)
+    if axis >= column.ndim:
+        raise ValueError(f"column {name!r} has rows of rank {column.ndim}, so no slice_axis {axis}")
+    return replace(column, axis=axis)
 
 
 def _numbers(name: str, values: list[Any], dtype: np.dtype[Any] | None) -> Array | None:
@@ -232,6 +312,9 @@ def _typed_rows(name: str, values: list[Any]) -> list[Array] | None:
 
 
 def _ragged(name: str, values: list[Any], dtype: np.dtype[Any] | None) -> Column:
+    alike = _alike(values)
+    if alike is not None and dtype in (None, alike.dtype):
+        return alike
     if dtype is None:
         column = _inferred(name, values, None)
         if not isinstance(column, Ragged) and values:
@@ -245,7 +328,7 @@ def _ragged(name: str, values: list[Any], dtype: np.dtype[Any] | None) -> Column
             rows[index] = row = row.reshape(0, *trailing)
         if row.ndim != ndim:
             raise TypeError(f"column {name!r}, row {index}: rank {row.ndim}, while other rows have rank {ndim}")
-    return Ragged(rows, dtype, ndim)
+    return Ragged(rows, dtype, ndim, dtype)
 
 
 def _cast_row(name: str, index: int, value: Any, dtype: np.dtype[Any]) -> Array:
@@ -257,7 +340,7 @@ def _cast_row(name: str, index: int, value: Any, dtype: np.dtype[Any]) -> Array:
             raise TypeError(f"a {type(row).__name__} is not a row of numbers")
         if row and (isinstance(row[0], list | tuple) or (is_array(row[0]) and row[0].ndim)):
             return cast(_rectangle(row), dtype)
-        return pack(row, dtype)
+        return pack_row(row, dtype)
 
 
 def _stacked(name: str, values: list[Any], dtype: np.dtype[Any] | None) -> Dense:
@@ -269,7 +352,7 @@ def _stacked(name: str, values: list[Any], dtype: np.dtype[Any] | None) -> Dense
             found = ", ".join(f"{row_dtype}{list(shape)}" for row_dtype, shape in sorted(alike, key=str)[:4])
             raise TypeError(f"column {name!r}: rows of {found} are not one array; use typed_ragged, or give a dtype")
         array = np.stack(rows) if rows else np.empty(0, dtype or np.dtype("<f8"))
-    return Dense(array)
+    return _dense(array)
 
 
 def _rectangle_of(name: str, index: int, value: Any, dtype: np.dtype[Any] | None) -> Array:
@@ -293,11 +376,43 @@ def _rectangle(value: Any) -> Array:
 
 def _tree(name: str, values: Sequence[Any], dtype: np.dtype[Any] | None, *, per_row: bool) -> Tree:
     leaves = TreeWriter(dtype)
-    blobs = []
-    for index, value in enumerate(values):
-        with _naming(name, index if per_row else None):
-            blobs.append(leaves.pack(value))
-    return Tree(blobs, leaves, per_row)
+    if per_row and set(map(type, values)) == {str}:
+        with suppress(UnicodeEncodeError):  # which row that is, is said below
+            return _texts(values, leaves)
+    try:
+        return Tree(list(map(leaves.pack, values)), leaves, per_row)
+    except (TypeError, OverflowError):
+        for index, value in enumerate(values):
+            with _naming(name, index if per_row else None):
+                leaves.pack(value)
+        raise
+
+
+def _texts(values: Sequence[str], leaves: TreeWriter) -> Tree:
+    """Equal texts once: a group of samples has one prompt."""
+    places = {text: place for place, text in enumerate(dict.fromkeys(values))}
+    if len(places) == len(values):
+        return Tree(pack_texts(values), leaves, True)
+    return Tree(pack_texts(list(places)), leaves, True, list(map(places.__getitem__, values)))
+
+
+def narrowed(column: Column) -> Column:
+    """The same column, its integers stored as the narrowest that hold them; as it is when that saves little."""
+    if isinstance(column, Dense):
+        arrays, nbytes = [column.array], column.array.nbytes
+    elif isinstance(column, Ragged):
+        arrays, nbytes = column.rows, sum(row.size for row in column.rows) * column.dtype.itemsize
+    else:
+        return column
+    if column.stored.kind not in "iu" or nbytes < max(NARROW_BYTES, NARROW_ROW_BYTES * len(arrays)):
+        return column
+    low = high = 0
+    for array in arrays:
+        if array.size:
+            low, high = min(low, int(array.min())), max(high, int(array.max()))
+        if narrowest(low, high).itemsize >= column.stored.itemsize:
+            return column
+    return replace(column, stored=narrowest(low, high))
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from mooncake_store.memory import memory_limit
 
 PROTOCOLS = ("tcp", "rdma")
 VERIFY = ("network", "always")
+COMPACT = ("auto", "always", "never")
 MASTER_VARIABLE = "MOONCAKE_MASTER"
 MISTAKEN_MASTER_VARIABLE = "MOONCAKE_MASTER_ADDR"
 P2P_METADATA = "P2PHANDSHAKE"
@@ -98,6 +99,8 @@ class MooncakeConfig:
             Batches of several parts are copied on every get, those of one part are not where readers share memory.
         share_memory: whether processes of one node look into a segment's memory instead of moving its bytes over the
             network; where that is impossible they fall back by themselves.
+        compact: whether integers are stored as the narrowest that hold them, and widened by readers: "auto" does it
+            where bytes travel by TCP, which takes longer than widening them.
         verify: "network" checks the digests of bytes that moved, "always" also of those seen in shared memory.
         settings: by field, what was given and where it came from.
     """
@@ -111,6 +114,7 @@ class MooncakeConfig:
     local_buffer_size: int
     chunk_bytes: int | None
     share_memory: bool
+    compact: str
     verify: str
     settings: Mapping[str, Setting] = field(compare=False, repr=False)
 
@@ -135,6 +139,7 @@ _FIELDS = {
     "local_buffer_size": _Field("MOONCAKE_LOCAL_BUFFER_SIZE", "32gb"),
     "chunk_bytes": _Field(None, None),
     "share_memory": _Field(None, True),
+    "compact": _Field(None, COMPACT[0]),
     "verify": _Field(None, VERIFY[0]),
 }
 # The variable that each setting falls back to, for those that have one.
@@ -191,6 +196,7 @@ def resolve(
         local_buffer_size=buffer_bytes,
         chunk_bytes=chunk_bytes,
         share_memory=_switch(settings["share_memory"]),
+        compact=_one_of(settings["compact"], COMPACT),
         verify=_one_of(settings["verify"], VERIFY),
         settings=settings,
     )

@@ -234,7 +234,7 @@ class SegmentHolder:
         self._client.register(scratch.ctypes.data, scratch.size)
         try:
             self._client.allocate([key], [PROBE_BYTES], name)
-            self._client.write(key, [(scratch.ctypes.data, PROBE_BYTES)])
+            self._client.write(key, 0, scratch.ctypes.data, PROBE_BYTES)
             self._client.commit([key])
         finally:
             self._client.unregister(scratch.ctypes.data)

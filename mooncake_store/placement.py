@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate
-
-import numpy as np
 
 from mooncake_store import frame
 from mooncake_store.arrays import Bytes
@@ -22,8 +21,9 @@ from mooncake_store.client import Limits, MooncakeClient
 from mooncake_store.errors import StoreError, StoreFull, StoreUnavailable
 from mooncake_store.frame import Frame
 from mooncake_store.owners import Owners
-from mooncake_store.pool import BufferPool, Lease
+from mooncake_store.pool import BufferPool
 from mooncake_store.segment import Mapping, SegmentRecord
+from mooncake_store.sinks import InPlace, Windows, window_buffer
 
 # What a fragmented store is offered when it has no hole for a whole object.
 PIECE_BYTES = 32 << 20
@@ -78,7 +78,7 @@ class Writer:
     """Puts objects into the holders' memory. Safe to share between threads.
 
     Args:
-        pool: warm registered buffers, for what cannot be written in place.
+        pool: warm registered buffers, of which a put over the network takes two windows.
         chunk_bytes: largest part, unless an object would have more than MAX_PARTS; None for objects in one part
             wherever they fit.
     """
@@ -88,6 +88,8 @@ class Writer:
     ) -> None:
         self._client, self._owners, self._pool, self._limits = client, owners, pool, limits
         self._chunk_bytes = chunk_bytes
+        # Sends one window while the next is filled.
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="mooncake windows")
 
     def put(self, prefix: str, payload: Payload, replica_num: int, claim: Callable[[str], None]) -> Written:
         """Store an object in `replica_num` copies with distinct owners, waiting for room up to Limits.put.
@@ -130,17 +132,21 @@ class Writer:
         claim(owners[0].name)
         identity = uuid.uuid4()
         key = f"{prefix}/{identity.hex}"
-        source = _Source(payload, self._pool, once=replica_num == 1)
+        digest = ""
         copies: list[Copy] = []
         refused: StoreError | None = None
         try:
             for owner in owners:
                 try:
-                    copies.append(self._copy(owner, key, len(copies), identity.bytes, source))
+                    copy, written = self._copy(owner, key, len(copies), identity.bytes, payload)
+                    copies.append(copy)
+                    if written != (digest or written):
+                        raise ValueError("the batch was changed while it was put: its copies differ")
+                    digest = written
                 except (StoreFull, StoreUnavailable) as error:
                     refused = error
                 if len(copies) == replica_num:
-                    return Written(key, source.digest, tuple(copies))
+                    return Written(key, digest, tuple(copies))
             raise refused or StoreFull("no holder took the object")
         except BaseException:
             for copy in copies:
@@ -148,25 +154,33 @@ class Writer:
             raise
         finally:
             refused = None  # see `bounded`
-            source.release()
 
-    def _copy(self, owner: SegmentRecord, key: str, copy: int, identity: bytes, source: _Source) -> Copy:
-        """Write one copy to one owner, in parts small enough for the holes it has."""
-        part_bytes = min(self._chunk_bytes or source.nbytes, source.nbytes)
-        whole = frames(identity, source.nbytes, max(part_bytes, -(-source.nbytes // MAX_PARTS)))
+    def is_in_place(self) -> bool:
+        """Whether the next put will most likely be written in place."""
+        with suppress(StoreError):
+            owners = self._owners.all()
+            return bool(owners) and self._owners.mapping(owners[0], writable=True) is not None
+        return False
+
+    def close(self) -> None:
+        """End the thread that sends; idempotent."""
+        self._sender.shutdown(wait=False)
+
+    def _copy(self, owner: SegmentRecord, key: str, copy: int, identity: bytes, payload: Payload) -> tuple[Copy, str]:
+        """Write one copy to one owner, in parts small enough for the holes it has; also its digest."""
+        part_bytes = min(self._chunk_bytes or payload.nbytes, payload.nbytes)
+        whole = frames(identity, payload.nbytes, max(part_bytes, -(-payload.nbytes // MAX_PARTS)))
         try:
-            return self._write(owner, key, copy, whole, source)
-        except StoreFull as full:
-            pieces = frames(identity, source.nbytes, PIECE_BYTES)
+            return self._write(owner, key, copy, whole, payload)
+        except StoreFull:
+            pieces = frames(identity, payload.nbytes, PIECE_BYTES)
             if len(pieces) <= len(whole):
                 raise
-            try:
-                return self._write(owner, key, copy, pieces, source)
-            except StoreFull as error:
-                # Pieces go through a buffer, which may be too small for ever; a hole for the whole may still appear.
-                raise (full if full.retryable else error) from error
+            return self._write(owner, key, copy, pieces, payload)
 
-    def _write(self, owner: SegmentRecord, key: str, copy: int, parts: Sequence[Frame], source: _Source) -> Copy:
+    def _write(
+        self, owner: SegmentRecord, key: str, copy: int, parts: Sequence[Frame], payload: Payload
+    ) -> tuple[Copy, str]:
         keys = [part_key(key, copy, part.part) for part in parts]
         mapping = self._owners.mapping(owner, writable=True)
         try:
@@ -180,18 +194,18 @@ class Writer:
             if mapping is None:
                 # Where a full segment's objects land is told only after they were written.
                 _check(not self._owners.any_forgotten(), owner)
-                self._send(keys, parts, source)
+                digest = self._send(keys, parts, payload)
                 self._client.commit(keys)
                 offsets = self._offsets(owner, keys)
             else:
                 self._client.commit(keys)
                 offsets = self._offsets(owner, keys)
                 _check(not self._owners.forgotten(owner), owner)
-                self._fill(mapping, offsets, parts, source)
+                digest = self._fill(mapping, offsets, parts, payload)
         except BaseException:
             self._client.revoke(keys)
             raise
-        return Copy(owner, tuple(map(Part, keys, parts, offsets)))
+        return Copy(owner, tuple(map(Part, keys, parts, offsets))), digest
 
     def _offsets(self, owner: SegmentRecord, keys: Sequence[str]) -> list[int | None]:
         locations = self._client.locate(keys)
@@ -200,7 +214,7 @@ class Writer:
             raise StoreFull(f"segment {owner.name} has no room", retryable=True)
         return offsets
 
-    def _fill(self, mapping: Mapping, offsets: Sequence[int | None], parts: Sequence[Frame], source: _Source) -> None:
+    def _fill(self, mapping: Mapping, offsets: Sequence[int | None], parts: Sequence[Frame], payload: Payload) -> str:
         targets = [
             mapping.bytes[offset : offset + frame.NBYTES + part.part_bytes]
             for offset, part in zip(offsets, parts, strict=True)
@@ -210,59 +224,25 @@ class Writer:
             raise StoreUnavailable("the segment was mapped, but not all of its parts")
         for target in targets:
             frame.clear(target)
-        if source.once and len(parts) == 1:
-            source.write_into(targets[0][frame.NBYTES :])
-        else:
-            payload = source.lease.array[frame.NBYTES :]
-            for target, piece in zip(targets, _slices(parts), strict=True):
-                target[frame.NBYTES :] = payload[piece]
+        digest = payload.write(InPlace(parts, targets))
         for target, part in zip(targets, parts, strict=True):
             frame.commit(target, part)
         if not mapping.holder_lives():
             raise StoreUnavailable("the segment's holder ended while the object was written")
+        return digest
 
-    def _send(self, keys: Sequence[str], parts: Sequence[Frame], source: _Source) -> None:
-        lease = source.lease
-        for key, part, piece in zip(keys, parts, _slices(parts), strict=True):
-            lease.array[: frame.NBYTES] = np.frombuffer(part.pack(), dtype=np.uint8)
-            payload = lease.address + frame.NBYTES + piece.start
-            self._client.write(key, [(lease.address, frame.NBYTES), (payload, part.part_bytes)])
+    def _send(self, keys: Sequence[str], parts: Sequence[Frame], payload: Payload) -> str:
+        def send(part: int, start: int, data: Bytes) -> None:
+            self._client.write(keys[part], start, data.ctypes.data, data.size)
 
-
-class _Source:
-    """The payload of one put: written once, into the store's memory where that is possible, else into a warm buffer.
-
-    Args:
-        once: whether only one copy is made, so that no buffer is needed to make it from.
-    """
-
-    def __init__(self, payload: Payload, pool: BufferPool, once: bool) -> None:
-        self._payload, self._pool, self.once = payload, pool, once
-        self._lease: Lease | None = None
-        self.nbytes = payload.nbytes
-        self.digest = ""
-
-    def write_into(self, target: Bytes) -> None:
-        """Write the payload into `target` (uint8 [nbytes])."""
-        self.digest = self._payload.write_into(target)
-
-    @property
-    def lease(self) -> Lease:
-        """A registered buffer with room for a frame, then the payload."""
-        if self._lease is None:
-            self._lease = self._pool.acquire(frame.NBYTES + self.nbytes)
-            self.write_into(self._lease.array[frame.NBYTES :])
-        return self._lease
-
-    def release(self) -> None:
-        if self._lease is not None:
-            self._lease.release()
-
-
-def _slices(parts: Sequence[Frame]) -> list[slice]:
-    """Where the payload of each part lies in the object."""
-    ends = list(accumulate(part.part_bytes for part in parts))
-    return [slice(end - part.part_bytes, end) for end, part in zip(ends, parts, strict=True)]
+        lease = self._pool.acquire(window_buffer(parts, self._pool.max_bytes))
+        windows = Windows(parts, lease.array, send, self._sender)
+        try:
+            return payload.write(windows)
+        finally:
+            with suppress(StoreError):  # whatever raised is what the caller should see
+                windows.wait()
+            lease.release()
 
 
 def _check(known: bool, owner: SegmentRecord) -> None:

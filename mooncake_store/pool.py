@@ -142,7 +142,8 @@ class BufferPool:
         if self._closed:
             raise StoreClosed("the buffers of this store were given back: the store is closed")
         self._collect()
-        fitting = [buffer for buffer in self._free if buffer.nbytes >= nbytes]
+        # A much larger one is not lent: its rest would be lost to everybody else for as long as that takes.
+        fitting = [buffer for buffer in self._free if nbytes <= buffer.nbytes <= 2 * size]
         if fitting:
             buffer = min(fitting, key=lambda candidate: candidate.nbytes)
             self._free.remove(buffer)

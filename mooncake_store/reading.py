@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
 from mooncake_store import frame
 from mooncake_store.arrays import Bytes
-from mooncake_store.backends import Loan, Stored
+from mooncake_store.backends import Loan, Result, Stored
 from mooncake_store.bounded import attempts
 from mooncake_store.client import Limits, Location, MooncakeClient, Range
+from mooncake_store.decode import AtHand
 from mooncake_store.errors import IntegrityError, ObjectLost, ObjectNotFound, StoreError, StoreUnavailable
+from mooncake_store.format import aligned
 from mooncake_store.frame import Frame
 from mooncake_store.holder import SLOTS
 from mooncake_store.owners import Owners
 from mooncake_store.placement import MAX_PARTS, frames, part_key
-from mooncake_store.pool import BufferPool
+from mooncake_store.pool import BufferPool, Lease
 from mooncake_store.ref import BatchRef, CopyOf
 
+WHOLE_BYTES = 64 << 10  # an object of at most so many is fetched in one go, whatever is wanted of it
+_NOTHING: Bytes = np.empty(0, dtype=np.uint8)
 _ID = re.compile("[0-9a-f]{32}")
 
 
@@ -33,8 +39,11 @@ class Reader:
     def __init__(self, client: MooncakeClient, owners: Owners, pool: BufferPool, limits: Limits) -> None:
         self._client, self._owners, self._pool, self._limits = client, owners, pool, limits
 
-    def get(self, ref: BatchRef) -> Stored:
-        """Return the object, from the first of its copies that can be read.
+    def get(self, ref: BatchRef, whole: bool, use: Callable[[Stored], Result]) -> Result:
+        """What `use` makes of the object, of the first of its copies that can be read.
+
+        Args:
+            whole: fetch all of it at once where it is not mapped; else what `use` takes from its source.
 
         Raises:
             ObjectNotFound: it was removed.
@@ -49,7 +58,7 @@ class Reader:
                 failures.clear()
                 for copy in range(len(ref.copies)):
                     try:
-                        return self._copy(ref, copy)
+                        return use(self._copy(ref, copy, whole))
                     except (ObjectNotFound, ObjectLost, IntegrityError, StoreUnavailable) as error:
                         failures.append(self._explained(error, ref, ref.copies[copy].sentinel))
                 # What was known may be memory of before a restart of the master.
@@ -73,7 +82,7 @@ class Reader:
             for part in _frames_of(ref, named):
                 self._client.remove(part_key(ref.key, copy, part.part))
 
-    def _copy(self, ref: BatchRef, copy: int) -> Stored:
+    def _copy(self, ref: BatchRef, copy: int, whole: bool) -> Stored:
         parts = _frames_of(ref, ref.copies[copy])
         keys = [part_key(ref.key, copy, part.part) for part in parts]
         locations = self._client.locate(keys)
@@ -90,17 +99,15 @@ class Reader:
         mapped = [view for view in views if view is not None]
         if len(mapped) == len(parts) == 1:
             return self._in_place(mapped[0], keys[0], parts[0])
-        lease = self._pool.acquire(frame.NBYTES * len(parts) + ref.nbytes)
-        try:
-            payload = lease.array[frame.NBYTES * len(parts) :]
-            if len(mapped) == len(parts):
-                _gather(mapped, parts, payload)
-            else:
-                self._fetch(keys, parts, lease.address, lease.array)
-        except BaseException:
-            lease.release()
-            raise
-        return Stored(payload)
+        far: _Copy
+        if len(mapped) == len(parts):
+            far = _MappedCopy(ref, self._pool, parts, mapped)
+        else:
+            far = _FarCopy(ref, self._pool, parts, self._client, keys)
+        if whole or ref.nbytes <= WHOLE_BYTES:
+            (data,) = far.take([(0, ref.nbytes)])
+            return Stored(AtHand(data, far.root))
+        return Stored(far)
 
     def _in_place(self, view: Bytes, key: str, part: Frame) -> Stored:
         part.check(view)
@@ -119,7 +126,7 @@ class Reader:
             except StoreError:
                 return False
 
-        return Stored(root, shared=True, loan=Loan(view[frame.NBYTES :], check, is_kept))
+        return Stored(AtHand(root), shared=True, loan=Loan(view[frame.NBYTES :], check, is_kept))
 
     def _view(self, location: Location, part: Frame) -> Bytes | None:
         """One part in mapped memory, its frame first; None where it is not mapped."""
@@ -130,19 +137,6 @@ class Reader:
         if mapping is None:
             return None
         return mapping.bytes[offset : offset + frame.NBYTES + part.part_bytes]
-
-    def _fetch(self, keys: Sequence[str], parts: Sequence[Frame], address: int, buffer: Bytes) -> None:
-        """All parts over the network: the frames to the start of the buffer, the payload back to back after them."""
-        ranges, to = [], frame.NBYTES * len(parts)
-        for number, (key, part) in enumerate(zip(keys, parts, strict=True)):
-            ranges += [
-                Range(key, frame.NBYTES * number, 0, frame.NBYTES),
-                Range(key, to, frame.NBYTES, part.part_bytes),
-            ]
-            to += part.part_bytes
-        self._client.read(address, ranges, seconds=0)
-        for number, part in enumerate(parts):
-            part.check(buffer[frame.NBYTES * number :])
 
     def _explained(self, error: StoreError, ref: BatchRef, sentinel: str) -> StoreError:
         """Tell an object that was removed from one whose memory the master has forgotten."""
@@ -184,13 +178,96 @@ def _frames_of(ref: BatchRef, copy: CopyOf) -> list[Frame]:
     return frames(bytes.fromhex(identity), ref.nbytes, copy.part_bytes)
 
 
-def _gather(views: Sequence[Bytes], parts: Sequence[Frame], payload: Bytes) -> None:
-    to = 0
-    for view, part in zip(views, parts, strict=True):
-        part.check(view)
-        payload[to : to + part.part_bytes] = view[frame.NBYTES :]
-        part.check(view)
-        to += part.part_bytes
+class _Piece(NamedTuple):
+    """Bytes of one stored part, frame included, and where in a buffer they go."""
+
+    part: int
+    offset: int
+    to: int
+    nbytes: int
+
+
+class _Copy:
+    """One copy of an object as a `Source`: fetches ranges side by side into a warm buffer."""
+
+    def __init__(self, ref: BatchRef, pool: BufferPool, parts: Sequence[Frame]) -> None:
+        self.nbytes, self.head_bytes, self.root = ref.nbytes, ref.head_bytes, _NOTHING
+        self._pool, self._parts = pool, parts
+
+    def peek(self, ranges: Sequence[tuple[int, int]]) -> list[Bytes]:
+        return self._fetch(ranges)[0]
+
+    def take(self, ranges: Sequence[tuple[int, int]]) -> list[Bytes]:
+        pieces, self.root = self._fetch(ranges)
+        return [np.frombuffer(piece.data.toreadonly(), dtype=np.uint8) for piece in pieces]
+
+    def _fetch(self, ranges: Sequence[tuple[int, int]]) -> tuple[list[Bytes], Bytes]:
+        """uint8 arrays, each starting on a multiple of 64, and the one that all of them look into."""
+        sizes = [end - start for start, end in ranges]
+        starts = [0, *accumulate(map(aligned, sizes))]
+        pieces = [
+            piece for (start, end), to in zip(ranges, starts, strict=False) for piece in self._within(start, end, to)
+        ]
+        touched = sorted({piece.part for piece in pieces})
+        lease = self._pool.acquire(starts[-1] + frame.NBYTES * max(1, len(touched)))
+        try:
+            self._bring(lease, pieces, touched, starts[-1])
+        except BaseException:
+            lease.release()
+            raise
+        return [lease.array[to : to + nbytes] for to, nbytes in zip(starts, sizes, strict=False)], lease.array
+
+    def _within(self, start: int, end: int, to: int) -> Iterator[_Piece]:
+        part_bytes = self._parts[0].part_bytes
+        while start < end:
+            part, offset = divmod(start, part_bytes)
+            nbytes = min(end - start, part_bytes - offset)
+            yield _Piece(part, frame.NBYTES + offset, to, nbytes)
+            start += nbytes
+            to += nbytes
+
+    def _bring(self, lease: Lease, pieces: Sequence[_Piece], touched: Sequence[int], spare: int) -> None:
+        """Copy the pieces of the parts `touched`, each with the frame it should have; from `spare` on there is room."""
+        raise NotImplementedError
+
+
+class _MappedCopy(_Copy):
+    """Of a copy whose parts are mapped, but not in one piece."""
+
+    def __init__(self, ref: BatchRef, pool: BufferPool, parts: Sequence[Frame], views: Sequence[Bytes]) -> None:
+        super().__init__(ref, pool, parts)
+        self._views = views
+
+    def _bring(self, lease: Lease, pieces: Sequence[_Piece], touched: Sequence[int], spare: int) -> None:  # noqa: ARG002
+        self._check(touched)
+        for part, offset, to, nbytes in pieces:
+            lease.array[to : to + nbytes] = self._views[part][offset : offset + nbytes]
+        self._check(touched)
+
+    def _check(self, touched: Sequence[int]) -> None:
+        for part in touched:
+            self._parts[part].check(self._views[part])
+
+
+class _FarCopy(_Copy):
+    """Of a copy whose bytes come over the network, all of a fetch together."""
+
+    def __init__(
+        self, ref: BatchRef, pool: BufferPool, parts: Sequence[Frame], client: MooncakeClient, keys: Sequence[str]
+    ) -> None:
+        super().__init__(ref, pool, parts)
+        self._client, self._keys = client, keys
+        self._seen: set[int] = set()  # parts whose frames were checked; what they hold has digests
+
+    def _bring(self, lease: Lease, pieces: Sequence[_Piece], touched: Sequence[int], spare: int) -> None:
+        new = [part for part in touched if part not in self._seen]
+        wanted = [Range(self._keys[part], spare + frame.NBYTES * n, 0, frame.NBYTES) for n, part in enumerate(new)]
+        wanted += [Range(self._keys[part], to, offset, nbytes) for part, offset, to, nbytes in pieces]
+        if wanted:
+            self._client.read(lease.address, wanted, seconds=0)
+        for n, part in enumerate(new):
+            self._parts[part].check(lease.array[spare + frame.NBYTES * n :])
+        self._seen.update(new)
 
 
 def _weight(error: StoreError) -> int:

@@ -51,7 +51,7 @@ class Records:
                     return False
                 raise
             try:
-                self._client.write(key, [(address, len(stored))])
+                self._client.write(key, 0, address, len(stored))
                 self._client.commit([key])
             except StoreError:
                 self._client.revoke([key])

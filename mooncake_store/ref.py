@@ -41,13 +41,15 @@ class BatchRef:
         key: its key in the backend, never reused.
         num_rows: number of samples.
         nbytes: size of the stored object in bytes.
-        digest: xxh3-128 of the object, 32 hex digits; see `layout`.
+        digest: xxh3-128 of the object, 32 hex digits; see `format`.
         weight_version_min: oldest weight version among the samples, None when no sample carries one.
         weight_version_max: newest weight version among the samples, None when no sample carries one.
         rollout_id: smallest value of the column `rollout_ids`, None without that column.
         format: version of this record.
         copies: where Mooncake keeps it, one entry per replica, all with distinct owners; empty for other backends.
         handle: what must travel with the ref for the bytes to stay alive (Ray's object reference); None otherwise.
+        head_bytes: of the object what comes before its columns' bytes: what a reader of some of it fetches first.
+        partitions: rows of each partition that it was put with; empty without.
     """
 
     backend: str
@@ -62,6 +64,8 @@ class BatchRef:
     copies: tuple[CopyOf, ...] = ()
     format: int = FORMAT
     handle: Any = None
+    head_bytes: int = 0
+    partitions: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_format(self.format)
@@ -96,7 +100,8 @@ class BatchRef:
             record = msgspec.json.decode(text, type=_Record)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise IntegrityError(f"not a BatchRef: {error!r} in {text!r:.200}") from error
-        return cls(**{**msgspec.structs.asdict(record), "copies": tuple(CopyOf(*copy) for copy in record.copies)})
+        copies = tuple(CopyOf(*copy) for copy in record.copies)
+        return cls(**{**msgspec.structs.asdict(record), "copies": copies, "partitions": tuple(record.partitions)})
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -115,6 +120,8 @@ class _Record(msgspec.Struct, forbid_unknown_fields=True):
     weight_version_min: _Count | None
     weight_version_max: _Count | None
     rollout_id: int | None
+    head_bytes: _Count
+    partitions: list[_Count]
     copies: list[tuple[str, _Size]]
     format: int
 

@@ -14,12 +14,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from mooncake_store.arrow import to_table
 from mooncake_store.backends import BackendOptions, Carrier, Loan, Stored, find_backend
 from mooncake_store.columns import ValueSpec
+from mooncake_store.decode import Rows, Selection, as_lists, check, read
+from mooncake_store.encode import encode
 from mooncake_store.errors import ConfigError, IntegrityError, StoreClosed
-from mooncake_store.layout import Rows, as_lists, decode, encode, verify
 from mooncake_store.ref import BatchRef, check_run_id, provenance
 from mooncake_store.releases import Releases
+from mooncake_store.stored_columns import Slicing
 
 Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
@@ -45,7 +48,7 @@ class _Watch:
         self._loan.check()
         if not self._loan.is_kept():
             try:
-                verify(self._loan.memory.data.toreadonly(), self._ref.digest)
+                check(self._loan.memory.data.toreadonly(), self._ref.digest)
             except IntegrityError as error:
                 raise IntegrityError(f"{self._ref.key!r} was removed while it was read: {error}") from None
 
@@ -65,8 +68,9 @@ class GetResult:
     only when the last array that looks into it is gone, so an array kept longer stays valid.
     """
 
-    def __init__(self, batch: dict[str, Any], stored: Stored, watch: _Watch | None) -> None:
+    def __init__(self, batch: dict[str, Any], num_rows: int, stored: Stored, watch: _Watch | None) -> None:
         self._batch: dict[str, Any] | None = batch
+        self._num_rows = num_rows
         self._stored: Stored | None = stored
         self._watch = watch
 
@@ -77,6 +81,10 @@ class GetResult:
             raise StoreClosed("this result was released; keep what you need before release, or get the batch again")
         return self._batch
 
+    def to_arrow(self) -> Any:
+        """The per-sample columns as a pyarrow.Table with memory of its own; see `arrow.to_table` for what is raised."""
+        return to_table(self.value, self._num_rows)
+
     def release(self) -> None:
         """Let go of the batch; idempotent.
 
@@ -86,7 +94,7 @@ class GetResult:
         """
         stored, self._batch, self._stored = self._stored, None, None
         if stored is not None and self._watch is not None:
-            root = weakref.ref(stored.bytes)
+            root = weakref.ref(stored.source.root)
             self._watch.ended = True
             del stored
             self._watch.ended = root() is None  # or an array is kept longer, and the end is yet to come
@@ -118,16 +126,23 @@ class ObjectStore:
         # a put may wait for the room that a get and a remove make.
         self._reads = ThreadPoolExecutor(1, thread_name_prefix="store reads")
         self._writes = ThreadPoolExecutor(1, thread_name_prefix="store writes")
-        self._prefetches: dict[str, Future[Stored]] = {}
+        self._prefetches: dict[str, tuple[Selection, Future[tuple[dict[str, Any], Stored]]]] = {}
         self._releases = Releases()
         self._stats = {"puts": 0, "gets": 0, "removes": 0, "bytes_put": 0, "bytes_got": 0}
 
-    def put(self, batch: Mapping[str, Any], value_spec: Mapping[str, ValueSpec] | None = None) -> BatchRef:
+    def put(
+        self,
+        batch: Mapping[str, Any],
+        value_spec: Mapping[str, ValueSpec] | None = None,
+        partitions: Sequence[Sequence[int]] | None = None,
+    ) -> BatchRef:
         """Store a batch and return its ref; when this returns, any process with the ref can read it.
 
         Args:
             batch: columns and values by name; `columns` states what may be in it.
             value_spec: codec and dtype by column name, for columns whose values do not speak for themselves.
+            partitions: for each reader the rows that it will get, e.g. for each data-parallel rank; together every row
+                once. The rows of each lie together, what describes the whole batch is stored once for all.
 
         Raises:
             TypeError, OverflowError, ValueError: a value that cannot be stored, named by column and row. Nothing was
@@ -137,7 +152,7 @@ class ObjectStore:
             StoreClosed: the store was closed.
         """
         self._check_open()
-        encoded = encode(batch, value_spec)
+        encoded = encode(batch, value_spec, partitions, self._carrier.narrows())
         origin = provenance(batch)
         placed = self._carrier.put(encoded)
         self._count(puts=1, bytes_put=encoded.nbytes)
@@ -148,6 +163,8 @@ class ObjectStore:
             num_rows=encoded.num_rows,
             nbytes=encoded.nbytes,
             digest=placed.digest,
+            head_bytes=encoded.head_bytes,
+            partitions=encoded.partitions,
             copies=placed.copies,
             handle=placed.handle,
             **origin._asdict(),
@@ -160,13 +177,16 @@ class ObjectStore:
         rows: Rows = None,
         as_lists: bool = False,
         on_release: Callable[[], None] | None = None,
+        *,
+        partition: int | None = None,
+        slices: Mapping[str, Slicing] | None = None,
     ) -> GetResult:
-        """Read a batch, or some of its columns and rows. Every byte that moved is checked against the ref's digest.
+        """Read a batch, or some of its columns, rows and slices: over the network only their bytes move.
 
-        Bytes that did not move, in memory shared with the writer, are known by the object's frame; its digests are
-        checked there with the setting verify="always".
+        Every byte that moved is checked against the ref's digest. Bytes that did not move, in memory shared with the
+        writer, are known by the object's frame; their digests are checked with the setting verify="always".
 
-        Numbers come back as read-only numpy views, whichever types carried them in; bfloat16 and float8, which numpy
+        Numbers come back as read-only numpy arrays, whichever types carried them in; bfloat16 and float8, which numpy
         lacks, as torch tensors, which are copies of the caller's own.
 
         Args:
@@ -176,60 +196,61 @@ class ObjectStore:
             as_lists: numeric columns as Python lists instead.
             on_release: called once, in a thread of the store's, when the result was released and the last array that
                 looks into its memory is gone: the moment to acknowledge the batch to a `Ledger`.
+            partition: the rows of this partition of those that the batch was put with, instead of `rows`.
+            slices: for columns with a `ValueSpec.slice_axis`: what to take of each row along it, one slice for all
+                rows, or a sequence of one for each row that is returned.
 
         Raises:
             ObjectNotFound, ObjectLost: the batch was removed, or died with its owner.
             IntegrityError: the bytes are not those that were put.
             StoreUnavailable, StoreFull: the backend cannot be reached, or this process holds too many results.
             StoreClosed: the store was closed.
-            KeyError, IndexError: a column or row that the batch does not have.
+            KeyError, IndexError, TypeError: a column, row, partition or slice axis that the batch does not have.
             MissingDependency: a column of bfloat16 or float8 where torch is not installed.
         """
         self._check_open()
         self._check_ref(ref)
-        stored = self._prefetched(ref) or self._carrier.get(ref)
-        verify = self._carrier.verify_shared or not stored.shared
-        # Through a read-only memoryview: an array's own flag could be set back by whoever holds a view.
-        batch = decode(stored.bytes.data.toreadonly(), fields, rows, digest=ref.digest, verify=verify)
-        if stored.loan is not None:
-            stored.loan.check()  # what was decoded was read from memory that was still this batch's
-        watch = None if stored.loan is None else _Watch(ref, stored.loan)
-        at_end = [] if watch is None else [watch.confirm_late]
-        if on_release is not None:
-            at_end.append(on_release)
-        if at_end:
-            self._releases.call_when_gone(stored.bytes, *at_end)
-        self._count(gets=1, bytes_got=ref.nbytes)
-        return GetResult(_as_lists(batch) if as_lists else batch, stored, watch)
+        wanted = Selection(fields, rows, partition, slices or {})
+        # By a call, so that no frame of this method, which a caught exception may keep, looks at the batch.
+        return self._lend(
+            ref, wanted, as_lists, on_release, *(self._prefetched(ref, wanted) or self._read(ref, wanted))
+        )
 
-    def prefetch(self, ref: BatchRef) -> None:
-        """Start reading a batch in the background; the next `get` of it here takes what was read, or its failure.
+    def prefetch(
+        self,
+        ref: BatchRef,
+        fields: Sequence[str] | None = None,
+        rows: Rows = None,
+        *,
+        partition: int | None = None,
+        slices: Mapping[str, Slicing] | None = None,
+    ) -> None:
+        """Start a `get` in the background; the next one of the same here takes what was read, or its failure.
 
         Raises:
             StoreClosed, ConfigError: as `get`.
         """
         self._check_open()
         self._check_ref(ref)
+        wanted = Selection(fields, rows, partition, slices or {})
         with self._lock:
             if ref.key not in self._prefetches:
-                self._prefetches[ref.key] = self._submit(self._reads, self._carrier.get, ref)
+                self._prefetches[ref.key] = wanted, self._submit(self._reads, self._read, ref, wanted)
 
-    async def aput(self, batch: Mapping[str, Any], value_spec: Mapping[str, ValueSpec] | None = None) -> BatchRef:
+    async def aput(
+        self,
+        batch: Mapping[str, Any],
+        value_spec: Mapping[str, ValueSpec] | None = None,
+        partitions: Sequence[Sequence[int]] | None = None,
+    ) -> BatchRef:
         """`put` in a thread of the store's, so that the event loop goes on. Cancelling does not undo what has begun."""
         self._check_open()
-        return await asyncio.wrap_future(self._submit(self._writes, self.put, batch, value_spec))
+        return await asyncio.wrap_future(self._submit(self._writes, self.put, batch, value_spec, partitions))
 
-    async def aget(
-        self,
-        ref: BatchRef,
-        fields: Sequence[str] | None = None,
-        rows: Rows = None,
-        as_lists: bool = False,
-        on_release: Callable[[], None] | None = None,
-    ) -> GetResult:
-        """`get` in a thread of the store's, so that the event loop goes on."""
+    async def aget(self, ref: BatchRef, *arguments: Any, **more: Any) -> GetResult:
+        """`get`, with the same arguments, in a thread of the store's, so that the event loop goes on."""
         self._check_open()
-        return await asyncio.wrap_future(self._submit(self._reads, self.get, ref, fields, rows, as_lists, on_release))
+        return await asyncio.wrap_future(self._submit(self._reads, self.get, ref, *arguments, **more))
 
     def remove(self, ref: BatchRef) -> None:
         """Free a batch. Removing it again, or when it is already gone, does nothing.
@@ -245,9 +266,12 @@ class ObjectStore:
         self._count(removes=1)
 
     def stats(self) -> dict[str, int]:
-        """Return counters since open: puts, gets, removes, bytes_put, bytes_got (bytes of stored objects)."""
+        """Return counters since open: puts, gets, removes, bytes_put and bytes_got (bytes of stored objects).
+
+        Mooncake adds bytes_sent and bytes_received, which moved over the network, records of the store's own included.
+        """
         with self._lock:
-            return dict(self._stats)
+            return {**self._stats, **self._carrier.traffic()}
 
     def close(self) -> None:
         """Disconnect; idempotent. Every later call raises StoreClosed; arrays already read stay valid."""
@@ -280,9 +304,11 @@ class ObjectStore:
         if self._closed:
             raise StoreClosed(f"the {self.backend} store of run {self.run_id!r} is closed; open a new one")
 
-    def _submit(self, thread: ThreadPoolExecutor, call: Callable[..., Result], *arguments: Any) -> Future[Result]:
+    def _submit(
+        self, thread: ThreadPoolExecutor, call: Callable[..., Result], *arguments: Any, **more: Any
+    ) -> Future[Result]:
         try:
-            return thread.submit(call, *arguments)
+            return thread.submit(call, *arguments, **more)
         except RuntimeError:  # it was closed just now
             self._check_open()
             raise
@@ -296,19 +322,51 @@ class ObjectStore:
                 f"open the same backend in every process"
             )
 
-    def _prefetched(self, ref: BatchRef) -> Stored | None:
+    def _lend(
+        self,
+        ref: BatchRef,
+        wanted: Selection,
+        as_lists: bool,
+        on_release: Callable[[], None] | None,
+        batch: dict[str, Any],
+        stored: Stored,
+    ) -> GetResult:
+        watch = None
+        if stored.loan is not None:
+            stored.loan.check()  # what was decoded was read from memory that was still this batch's
+            watch = _Watch(ref, stored.loan)
+        at_end = [] if watch is None else [watch.confirm_late]
+        if on_release is not None:
+            at_end.append(on_release)
+        if at_end:
+            self._releases.call_when_gone(stored.source.root, *at_end)
+        self._count(gets=1, bytes_got=ref.nbytes)
+        num_rows = wanted.count(ref.num_rows, ref.partitions)
+        return GetResult(_as_lists(batch) if as_lists else batch, num_rows, stored, watch)
+
+    def _read(self, ref: BatchRef, wanted: Selection) -> tuple[dict[str, Any], Stored]:
+        def decoded(stored: Stored) -> tuple[dict[str, Any], Stored]:
+            verify = self._carrier.verify_shared or not stored.shared
+            return read(stored.source, wanted, digest=ref.digest, verify=verify), stored
+
+        return self._carrier.get(ref, wanted.is_all, decoded)
+
+    def _prefetched(self, ref: BatchRef, wanted: Selection) -> tuple[dict[str, Any], Stored] | None:
         with self._lock:
-            reading = self._prefetches.pop(ref.key, None)
+            asked, reading = self._prefetches.get(ref.key, (None, None))
+            if reading is None or asked != wanted:
+                return None
+            del self._prefetches[ref.key]
         # One that has not begun is given up: here it would wait behind others, or behind this very call.
-        if reading is None or reading.cancel():
+        if reading.cancel():
             return None
-        stored = reading.result()
+        batch, stored = reading.result()
         # Nor is one taken whose batch was removed since.
-        return stored if stored.loan is None or stored.loan.is_kept() else None
+        return (batch, stored) if stored.loan is None or stored.loan.is_kept() else None
 
     def _give_up_prefetch(self, key: str) -> None:
         with self._lock:
-            reading = self._prefetches.pop(key, None)
+            _, reading = self._prefetches.pop(key, (None, None))
         if reading is not None:
             reading.cancel()
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,17 @@ def from_tensor(tensor: Any) -> npt.NDArray[Any]:
         return np.asarray(bits.numpy()).view(dtype)
     except (TypeError, RuntimeError) as error:
         raise TypeError(f"a {tensor.layout} tensor of {tensor.dtype} cannot be stored ({error})") from error
+
+
+def plain_tensors(values: Sequence[Any]) -> list[npt.NDArray[Any]] | None:
+    """The arrays of torch.Tensors that numpy takes as they are; None where one needs `from_tensor`, or is no tensor."""
+    torch = sys.modules.get("torch")
+    if torch is None or type(values[0]) is not torch.Tensor:
+        return None
+    try:
+        return list(map(torch.Tensor.numpy, values))
+    except (TypeError, RuntimeError):
+        return None
 
 
 def restore(array: npt.NDArray[Any]) -> Any:

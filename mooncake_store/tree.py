@@ -7,7 +7,7 @@ byte offset into the column's own leaf buffer).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,8 @@ from mooncake_store.errors import IntegrityError, MissingDependency
 from mooncake_store.tensors import restore
 
 TUPLE, ARRAY = 1, 2
+ARRAY_HEADER = b"\xdd"  # msgpack: an array whose length follows in 32 bits
+ARRAY_HEADER_BYTES = 5
 ALIGNMENT = 64
 _MAX_DEPTH = 100  # far below Python's own limit, so that what could be put can be got, however deep the reader's stack
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes})
@@ -35,6 +37,11 @@ class _Leaf(msgspec.Struct, array_like=True, frozen=True):
 _leaf_decoder = msgspec.msgpack.Decoder(_Leaf)
 
 
+def pack_texts(texts: Sequence[str]) -> list[bytes]:
+    """The msgpack form of each text; UnicodeEncodeError when one is not valid Unicode."""
+    return list(map(_encoder.encode, texts))
+
+
 class TreeWriter:
     """Packs the values of one column and gathers their arrays.
 
@@ -42,14 +49,13 @@ class TreeWriter:
         dtype: what the arrays are converted to, None to keep theirs.
 
     Attributes:
-        chunks: the byte pieces of the leaf buffer, in order, padded so that every array starts 64-byte aligned.
-        nbytes: size of the leaf buffer so far.
+        rows: for each packed value the byte pieces of its arrays, padded so that every array starts 64-byte aligned.
     """
 
     def __init__(self, dtype: np.dtype[Any] | None = None) -> None:
         self._dtype = dtype
-        self.chunks: list[Bytes] = []
-        self.nbytes = 0
+        self.rows: list[list[Bytes]] = []
+        self._nbytes = 0
 
     def pack(self, value: Any) -> bytes:
         """Return the msgpack form of `value`.
@@ -59,6 +65,7 @@ class TreeWriter:
                 ndarray or tensor, at up to 100 levels.
             OverflowError: an int outside -2**63 .. 2**64-1.
         """
+        self.rows.append([])
         try:
             return _encoder.encode(self._plain(value, 0))
         except UnicodeEncodeError as error:
@@ -71,12 +78,12 @@ class TreeWriter:
         if kind in _ATOMS:
             return value
         if kind is list:
-            return [self._plain(item, depth + 1) for item in value]
+            return [item if type(item) in _ATOMS else self._plain(item, depth + 1) for item in value]
         if kind is dict:
             for key in value:
                 if type(key) not in _KEYS:
                     raise TypeError(f"dict key {key!r:.80} is a {type(key).__name__}; allowed: str, int")
-            return {key: self._plain(item, depth + 1) for key, item in value.items()}
+            return {key: item if type(item) in _ATOMS else self._plain(item, depth + 1) for key, item in value.items()}
         if kind is tuple:
             return msgspec.msgpack.Ext(TUPLE, _encoder.encode([self._plain(item, depth + 1) for item in value]))
         if isinstance(value, np.generic):
@@ -95,20 +102,23 @@ class TreeWriter:
         )
 
     def _leaf(self, array: Array) -> msgspec.msgpack.Ext:
-        offset = self.nbytes
+        offset = self._nbytes
         padding = -array.nbytes % ALIGNMENT
-        self.chunks += [as_bytes(array), np.zeros(padding, dtype=np.uint8)]
-        self.nbytes += array.nbytes + padding
+        self.rows[-1] += [as_bytes(array), np.zeros(padding, dtype=np.uint8)]
+        self._nbytes += array.nbytes + padding
         return msgspec.msgpack.Ext(ARRAY, _encoder.encode(_Leaf(name_of(array.dtype), array.shape, offset)))
 
 
-def tree_reader(leaves: Bytes) -> Callable[[Any], Any]:
+def tree_reader(leaves: Bytes, start: int = 0) -> Callable[[Any], Any]:
     """Return the function that turns one packed value (a buffer) back into what it was; arrays are views of `leaves`.
+
+    Args:
+        leaves: the column's leaf buffer from byte `start` on, uint8.
 
     The returned function raises IntegrityError for bytes that `TreeWriter.pack` cannot have written.
     """
 
-    decoder = msgspec.msgpack.Decoder(ext_hook=partial(_extension, leaves))
+    decoder = msgspec.msgpack.Decoder(ext_hook=partial(_extension, leaves, start))
 
     def read(blob: Any) -> Any:
         try:
@@ -121,21 +131,22 @@ def tree_reader(leaves: Bytes) -> Callable[[Any], Any]:
     return read
 
 
-def _extension(leaves: Bytes, code: int, data: memoryview) -> Any:
+def _extension(leaves: Bytes, start: int, code: int, data: memoryview) -> Any:
     if code == TUPLE:
         # A decoder of its own: one that its hook knew would be a cycle, and hold the memory until a collection.
-        items = msgspec.msgpack.decode(data, ext_hook=partial(_extension, leaves))
+        items = msgspec.msgpack.decode(data, ext_hook=partial(_extension, leaves, start))
         if type(items) is not list:
             raise IntegrityError("a packed tuple does not hold an array")
         return tuple(items)
     if code == ARRAY:
-        return _view(leaves, _leaf_decoder.decode(data))
+        return _view(leaves, start, _leaf_decoder.decode(data))
     raise IntegrityError(f"unknown extension type {code} in a packed value")
 
 
-def _view(leaves: Bytes, leaf: _Leaf) -> Any:
+def _view(leaves: Bytes, start: int, leaf: _Leaf) -> Any:
     dtype = dtype_of(leaf.dtype)
     nbytes = dtype.itemsize * math.prod(leaf.shape)
-    if min(leaf.shape, default=0) < 0 or not 0 <= leaf.offset <= leaf.offset + nbytes <= leaves.size:
+    offset = leaf.offset - start
+    if min(leaf.shape, default=0) < 0 or not 0 <= offset <= offset + nbytes <= leaves.size:
         raise IntegrityError(f"array {leaf} lies outside its buffer of {leaves.size} bytes")
-    return restore(leaves[leaf.offset : leaf.offset + nbytes].view(dtype).reshape(leaf.shape))
+    return restore(leaves[offset : offset + nbytes].view(dtype).reshape(leaf.shape))

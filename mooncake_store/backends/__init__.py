@@ -12,20 +12,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from mooncake_store.decode import Source
+from mooncake_store.encode import Sink
 from mooncake_store.errors import ConfigError, MissingDependency
 from mooncake_store.ref import BatchRef, CopyOf
 
+Result = TypeVar("Result")
 ENTRY_POINT_GROUP = "mooncake_store.backends"
 BUILT_IN = {"ray": "mooncake_store.backends.ray", "mooncake": "mooncake_store.backends.mooncake"}
 
 
 class Payload(Protocol):
-    """An encoded batch that still has to be written somewhere."""
+    """An encoded batch that still has to be written somewhere, by either of the two."""
 
     @property
     def nbytes(self) -> int:
@@ -33,6 +36,9 @@ class Payload(Protocol):
 
     def write_into(self, out: npt.NDArray[np.uint8]) -> str:
         """Fill `out` (uint8, [nbytes]) in one pass and return the digest."""
+
+    def write(self, sink: Sink) -> str:
+        """The same in steps, into memory that need not be in one piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +87,15 @@ class Loan:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The bytes of an object, as they were read.
+    """An object that can be read.
 
     Attributes:
-        bytes: uint8 [nbytes]; the memory stays valid while any view of it lives.
-        shared: they lie where the writer wrote them, and were not moved since; others may be looking at them too.
+        source: its bytes, or where they are fetched from. The memory of what is taken stays valid while a view lives.
+        shared: the bytes lie where the writer wrote them, and were not moved since; others may be looking at them too.
         loan: whether they still are what was put must be asked; None for memory that nobody else can be given.
     """
 
-    bytes: npt.NDArray[np.uint8]
+    source: Source
     shared: bool = False
     loan: Loan | None = None
 
@@ -102,11 +108,21 @@ class Carrier(Protocol):
 
     verify_shared: bool  # whether the store checks the payload's digests also where the bytes did not move
 
-    def get(self, ref: BatchRef) -> Stored:
-        """Return the object, ref.nbytes long. Callers of the store get read-only views of it."""
+    def get(self, ref: BatchRef, whole: bool, use: Callable[[Stored], Result]) -> Result:
+        """Return what `use` makes of the object, ref.nbytes long, or of another copy where it raises StoreError.
+
+        Args:
+            whole: all of it is wanted; else some, and a backend may let it be fetched in ranges.
+        """
 
     def remove(self, ref: BatchRef) -> None:
         """Free the object; removing what is already gone is not an error."""
+
+    def narrows(self) -> bool:
+        """Whether a batch that is put now should be made smaller, though readers then have to make it larger again."""
+
+    def traffic(self) -> Mapping[str, int]:
+        """Counters of what this carrier moved over the network, for `ObjectStore.stats`."""
 
     def close(self) -> None:
         """Give everything back; idempotent. Views handed out stay valid."""

@@ -8,10 +8,10 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from mooncake_store.backends import BackendOptions, Payload, Placed, Stored
+from mooncake_store.backends import BackendOptions, Payload, Placed, Result, Stored
 from mooncake_store.claim import RunClaim, batch_prefix
 from mooncake_store.client import Limits, MooncakeClient
 from mooncake_store.config import MooncakeConfig, fit_to_host, resolve
@@ -51,6 +51,7 @@ class MooncakeCarrier:
     ) -> None:
         limits = limits or Limits()
         self.verify_shared = config.verify == "always"
+        self._compact, self._slow_network = config.compact, config.protocol == "tcp"
         self._client, self._run_id, self._replica_num = client, run_id, replica_num
         self._holder: RunningHolder | None = None
         self._pool = BufferPool(config.local_buffer_size, limits.put, client.register, client.unregister)
@@ -79,8 +80,16 @@ class MooncakeCarrier:
         copies = tuple(CopyOf(copy.owner.sentinel, copy.parts[0].frame.part_bytes) for copy in written.copies)
         return Placed(written.key, written.digest, copies=copies)
 
-    def get(self, ref: BatchRef) -> Stored:
-        return self._reader.get(ref)
+    def get(self, ref: BatchRef, whole: bool, use: Callable[[Stored], Result]) -> Result:
+        return self._reader.get(ref, whole, use)
+
+    def narrows(self) -> bool:
+        if self._compact != "auto":
+            return self._compact == "always"
+        return self._slow_network and not self._writer.is_in_place()
+
+    def traffic(self) -> Mapping[str, int]:
+        return self._client.traffic()
 
     def remove(self, ref: BatchRef) -> None:
         self._outstanding.discard(ref.key)  # first, so that it is not published again after it was removed
@@ -92,6 +101,7 @@ class MooncakeCarrier:
             if keeper is not threading.current_thread():
                 keeper.join(2 * KEEPER_SECONDS)
         self._claim.release()
+        self._writer.close()
         self._pool.close()
         self._client.close()
         if self._holder is not None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import uuid
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mooncake_store.backends import BackendOptions, Payload, Placed, Stored
+from mooncake_store.backends import BackendOptions, Payload, Placed, Result, Stored
+from mooncake_store.decode import AtHand
 from mooncake_store.errors import (
     ConfigError,
     IntegrityError,
@@ -74,7 +76,10 @@ class RayCarrier:
             lease.release()
         return Placed(f"{self._prefix}/{uuid.uuid4().hex}", digest, handle)
 
-    def get(self, ref: BatchRef) -> Stored:
+    def get(self, ref: BatchRef, whole: bool, use: Callable[[Stored], Result]) -> Result:  # noqa: ARG002
+        return use(self._stored(ref))
+
+    def _stored(self, ref: BatchRef) -> Stored:
         self.check_usable()
         errors = self._ray.exceptions
         if self._handle(ref).object_ref is None:
@@ -89,10 +94,16 @@ class RayCarrier:
             raise ObjectLost(f"Ray lost batch {ref.key!r}: {error}") from error
         except errors.RaySystemError as error:
             raise StoreUnavailable(f"Ray could not read {ref.key!r}: {error}") from error
-        return Stored(data, shared=True)
+        return Stored(AtHand(data), shared=True)
 
     def remove(self, ref: BatchRef) -> None:
         self._handle(ref).drop()
+
+    def narrows(self) -> bool:
+        return False
+
+    def traffic(self) -> Mapping[str, int]:
+        return {}
 
     @staticmethod
     def _handle(ref: BatchRef) -> RayHandle:

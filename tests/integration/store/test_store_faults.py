@@ -320,19 +320,18 @@ def _try_to_put(store: ObjectStore) -> None:
 
 
 def die_at(connection: Connection, address: str, moment: str, share_memory: bool) -> None:
-    from mooncake_store import layout
+    from mooncake_store.encode import Encoded, Sink
 
     store = store_with(address, "dead", share_memory=share_memory)
-    write_into = layout.Encoded.write_into
     if moment == "during":
 
-        def cut(self: Any, out: Any) -> str:
-            target = np.frombuffer(out, dtype=np.uint8)
-            target[: target.size // 2] = 1
+        def cut(self: Encoded, sink: Sink) -> str:
+            for position in range(self.head_bytes, self.nbytes // 2, 4096):
+                sink.reserve(position, 4096)[:] = 1
             os.kill(os.getpid(), signal.SIGKILL)
-            return write_into(self, out)
+            return ""
 
-        layout.Encoded.write_into = cut  # type: ignore[method-assign]
+        Encoded.write = cut  # type: ignore[method-assign]
     if moment == "before":
         os.kill(os.getpid(), signal.SIGKILL)
     ref = store.put(batch_of(SIZE))

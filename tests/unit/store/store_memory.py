@@ -7,7 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from mooncake_store import BatchRef, ObjectNotFound
-from mooncake_store.backends import BackendOptions, Loan, Payload, Placed, Stored
+from mooncake_store.backends import BackendOptions, Loan, Payload, Placed, Result, Stored
+from mooncake_store.decode import AtHand
 
 BATCH = {"tokens": [[1, 2], [3]], "weight_versions": [["4"], ["6"]], "rollout_ids": [8, 8], "round_number": 1}
 
@@ -43,7 +44,7 @@ class Memory:
         self.objects[key] = out
         return Placed(key, digest)
 
-    def get(self, ref: BatchRef) -> Stored:
+    def get(self, ref: BatchRef, whole: bool, use: Callable[[Stored], Result]) -> Result:
         self.gets += 1
         self.during()
         if ref.key not in self.objects:
@@ -51,10 +52,17 @@ class Memory:
         # An array of its own at the root of all views, as a reader makes it.
         root = np.frombuffer(memoryview(self.objects[ref.key]), dtype=np.uint8)
         memory = self.objects[ref.key]
-        return Stored(root, self.shared, Loan(memory, lambda: self.check(), lambda: self.kept))
+        loan = Loan(memory, lambda: self.check(), lambda: self.kept)
+        return use(Stored(AtHand(root), self.shared, loan))
 
     def remove(self, ref: BatchRef) -> None:
         self.objects.pop(ref.key, None)
+
+    def narrows(self) -> bool:
+        return False
+
+    def traffic(self) -> dict[str, int]:
+        return {}
 
     def close(self) -> None:
         self.closed += 1

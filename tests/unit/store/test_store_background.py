@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -112,14 +112,16 @@ def test_what_was_prefetched_is_let_go(store: ObjectStore, carrier: Memory, end:
     gone = threading.Event()
     original = carrier.get
 
-    def get(ref: BatchRef) -> Stored:
-        stored = original(ref)
-        store._releases.call_when_gone(stored.bytes, gone.set)
-        return stored
+    def get(ref: BatchRef, whole: bool, use: Callable[[Stored], Any]) -> Any:
+        def watched(stored: Stored) -> Any:
+            store._releases.call_when_gone(stored.source.root, gone.set)
+            return use(stored)
+
+        return original(ref, whole, watched)
 
     carrier.get = get  # type: ignore[method-assign]
     store.prefetch(ref)
-    while not store._prefetches[ref.key].done():
+    while not store._prefetches[ref.key][1].done():
         threading.Event().wait(0.001)
     store.remove(ref) if end == "remove" else store.close()
     gc.collect()

@@ -97,7 +97,7 @@ ONCE: dict[str, tuple[Call, Callable[[int], Any]]] = {
         lambda code: {"ret": code, "segment_ids": ["id"]},
     ),
     "batch_put_session_start": (lambda c: c.allocate(["k"], [8], "host"), lambda code: [code]),
-    "batch_put_from_multi_buffer_ranges": (lambda c: c.write("k", [(1, 8)]), lambda code: [code]),
+    "batch_put_from_multi_buffer_ranges": (lambda c: c.write("k", 0, 1, 8), lambda code: [code]),
     "batch_put_session_end": (lambda c: c.commit(["k"]), lambda code: [code]),
     "upsert_from": (lambda c: c.replace("k", 1, 8, "host"), lambda code: code),
     "register_buffer": (lambda c: c.register(1, 8), lambda code: code),
@@ -269,16 +269,16 @@ def test_an_allocation_that_failed_revokes_nothing_of_others() -> None:
     assert not script.called("batch_remove")
 
 
-def test_pieces_are_written_back_to_back() -> None:
-    script = Script(batch_put_from_multi_buffer_ranges=[[72]])
-    client(script).write("k", [(4096, 64), (9000, 8)])
-    assert script.calls == [("batch_put_from_multi_buffer_ranges", ["k"], [[4096, 9000]], [[64, 8]], [[0, 64]])]
+def test_a_write_goes_where_it_should() -> None:
+    script = Script(batch_put_from_multi_buffer_ranges=[[64]])
+    client(script).write("k", 100, 4096, 64)
+    assert script.calls == [("batch_put_from_multi_buffer_ranges", ["k"], [[4096]], [[64]], [[100]])]
 
 
 @pytest.mark.parametrize("answer", [0, 7, 9])
 def test_a_write_of_another_length_fails(answer: int) -> None:
     with pytest.raises(StoreError, match="8 bytes"):
-        client(Script(batch_put_from_multi_buffer_ranges=[[answer]])).write("k", [(4096, 8)])
+        client(Script(batch_put_from_multi_buffer_ranges=[[answer]])).write("k", 0, 4096, 8)
 
 
 def test_a_commit_fails_when_one_of_its_objects_is_forgotten() -> None:

@@ -216,6 +216,7 @@ def test_every_setting_says_where_it_came_from() -> None:
         "local_buffer_size": "init_kwargs",
         "chunk_bytes": "default",
         "share_memory": "default",
+        "compact": "default",
         "verify": "default",
     }
     assert (settings["global_segment_size"].value, settings["local_buffer_size"].value) == ("2gb", "64mb")
@@ -236,6 +237,7 @@ def test_each_setting_falls_back_key_by_key(name: str, tmp_path: Path) -> None:
         "local_buffer_size": ("3gb", "4gb"),
         "chunk_bytes": ("5mb", "6mb"),
         "share_memory": (False, True),
+        "compact": ("always", "auto"),
         "verify": ("always", "network"),
     }
     asked, in_environment = values[name]
@@ -279,6 +281,7 @@ environments = st.dictionaries(
             "local_buffer_size": st.sampled_from([1, "7mb", 1 << 50]),
             "chunk_bytes": st.sampled_from([None, 1, "5mb"]),
             "share_memory": st.booleans(),
+            "compact": st.sampled_from(["auto", "always", "never"]),
             "verify": st.sampled_from(["network", "always"]),
         },
     ),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mooncake_store import ConfigError, StoreFull, StoreUnavailable, frame, placement
 from mooncake_store.client import Limits
+from mooncake_store.encode import STEP_BYTES, Sink
 from mooncake_store.placement import frames, part_key
 from mooncake_store.segment import Mapping
 from tests.unit.store.store_master import Content, Lent, Master, Transport, ref_of
@@ -98,9 +101,9 @@ def test_nothing_is_written_before_the_sentinel_was_found(share_memory: bool, ch
     master.seen, master.watched = [], segment
     transport = Transport(master, share_memory, chunk_bytes)
     (copy,) = transport.write(Content(PAYLOAD)).copies
-    writes = ["write"] * len(copy.parts)
-    in_place, sent = ["allocate", "commit", "locate", "exist"], ["allocate", "exist", *writes, "commit", "locate"]
-    assert order(master) == (in_place if share_memory else sent)
+    in_place, sent = ["allocate", "commit", "locate", "exist"], ["allocate", "exist", "write", "commit", "locate"]
+    assert [operation for operation, _ in groupby(order(master))] == (in_place if share_memory else sent)
+    assert len(copy.parts) == (3 if chunk_bytes else 1)
     assert master.seen == [True]
     assert not untouched(segment)
     assert transport.get(ref_of(transport.write(Content(PAYLOAD)))).bytes.tobytes() == PAYLOAD
@@ -154,8 +157,8 @@ def test_memory_that_is_used_again_is_unreadable_until_it_is_whole() -> None:
     master.remove(part.key)
 
     class Dying(Content):
-        def write_into(self, out: Any) -> str:
-            out[:] = BEFORE
+        def fill(self, sink: Sink) -> None:
+            sink.reserve(0, self.nbytes)[:] = BEFORE
             assert memory[: len(frame.COMMIT)].tobytes() == bytes(len(frame.COMMIT))
             raise KeyboardInterrupt
 
@@ -213,7 +216,6 @@ def test_two_copies_have_two_owners_or_none_is_kept(share_memory: bool) -> None:
     payload = Content(PAYLOAD)
     written = transport.write(payload)
     assert [copy.owner.name for copy in written.copies] == ["a", "b"]
-    assert payload.written == 1  # both are made from one buffer
     assert transport.pool.lent_bytes == 0
     for number, copy in enumerate(written.copies):
         held = master.objects[part_key(written.key, number, 0)]
@@ -256,21 +258,47 @@ def test_a_fragmented_store_is_offered_pieces(
     assert transport.get(ref_of(written)).bytes.tobytes() == PAYLOAD
 
 
-def test_a_buffer_too_small_for_pieces_does_not_end_the_wait_for_a_hole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "PIECE_BYTES", 1000)
-    segment = lent()
-    segment.largest = frame.footprint(1000)
-    transport = Transport(Master(segment), limits=Limits(put=5.0))
-    transport.pool.max_bytes = 1000
-    sleeps: list[float] = []
+def test_a_buffer_too_small_for_two_windows_is_told() -> None:
+    transport = Transport(Master(lent(nbytes=1 << 22)), share_memory=False, limits=Limits(put=5.0))
+    transport.pool.max_bytes = 2 * STEP_BYTES
+    with pytest.raises(StoreFull, match="raise local_buffer_size"):
+        transport.write(Content(bytes(1 << 20)))
 
-    def free(seconds: float) -> None:
-        sleeps.append(seconds)
-        segment.largest = None
 
-    monkeypatch.setattr("mooncake_store.bounded.time.sleep", free)
-    assert len(transport.write(Content(PAYLOAD)).copies[0].parts) == 1
-    assert sleeps
+@pytest.mark.parametrize("share_memory", [True, False])
+@pytest.mark.parametrize("chunk_bytes", [None, 1 << 20, 300_001])
+def test_what_exceeds_a_window_is_sent_in_several(share_memory: bool, chunk_bytes: int | None) -> None:
+    content = np.random.default_rng(0).integers(0, 255, 3_000_001, dtype=np.uint8).tobytes()
+    transport = Transport(Master(lent(nbytes=1 << 23)), share_memory, chunk_bytes)
+    transport.pool.max_bytes = 1 << 21
+    written = transport.write(Content(content))
+    transport.pool.max_bytes = 1 << 24
+    assert transport.get(ref_of(written)).bytes.tobytes() == content
+    assert transport.pool.lent_bytes == 0
+
+
+def test_a_window_that_cannot_be_sent_ends_the_put() -> None:
+    master = Master(lent(nbytes=1 << 23))
+    transport = Transport(master, share_memory=False)
+    transport.pool.max_bytes = 1 << 21
+    master.failures["write"] = [None, StoreUnavailable("its owner does not answer")]
+    with pytest.raises(StoreUnavailable, match="its owner"):
+        transport.write(Content(bytes(3_000_000)))
+    assert not master.stored()
+    assert transport.pool.lent_bytes == 0
+    assert transport.write(Content(PAYLOAD)).copies
+
+
+def test_a_batch_that_changes_while_its_copies_are_made_is_no_batch() -> None:
+    class Changing(Content):
+        def write(self, sink: Sink) -> str:
+            super().write(sink)
+            return f"{self.written:032x}"
+
+    master = Master(lent("a"), lent("b"))
+    with pytest.raises(ValueError, match="changed while it was put"):
+        Transport(master, replica_num=2).write(Changing(PAYLOAD))
+    assert not master.stored()
 
 
 def test_pieces_are_no_larger_than_what_did_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,7 +222,7 @@ def test_a_batch_removed_under_its_reader_is_told() -> None:
         loan.check()
     assert not caught.value.retryable
     assert np.array_equal(loan.memory, stored.bytes)
-    ended = weakref.ref(stored.bytes)
+    ended = weakref.ref(stored.root)
     del stored
     assert ended() is None, "the loan holds up the end of what was lent"
 
@@ -245,7 +245,7 @@ def test_parts_taken_away_while_they_are_gathered_are_found(monkeypatch: pytest.
     def check_then_lose(said: frame.Frame, stored: np.ndarray) -> None:
         check(said, stored)
         checked.append(said.part)
-        if checked == [0, 0, 1]:  # before the copy of part 1, and so before its second check
+        if checked == [0, 1, 2]:  # before the copies, and so before the second check of all
             segment.bytes[done.copies[0].parts[1].offset] = 0  # type: ignore[index]
 
     monkeypatch.setattr(frame.Frame, "check", check_then_lose)

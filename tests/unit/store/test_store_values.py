@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from mooncake_store import MissingDependency, ValueSpec, as_lists, batch_digest
-from mooncake_store.layout import decode, encode
+from mooncake_store.decode import decode
+from mooncake_store.encode import encode
 from tests.unit.store.store_values import CASES, MISFITS, TOKENS, UNSUPPORTED, plain, same
 
 
@@ -140,7 +141,8 @@ import sys
 sys.modules["torch"] = None  # not installed
 import numpy as np
 from mooncake_store import MissingDependency
-from mooncake_store.layout import decode, encode
+from mooncake_store.decode import decode
+from mooncake_store.encode import encode
 
 data = np.fromfile(sys.argv[1], dtype=np.uint8)
 assert decode(data, fields=["y"])["y"].tolist() == [1, 2, 3]

@@ -1,0 +1,127 @@
+"""Where an object's bytes go while it is written: into mapped memory, or through a window over the network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+
+import numpy as np
+
+from mooncake_store import frame
+from mooncake_store.arrays import Bytes
+from mooncake_store.encode import STEP_BYTES
+from mooncake_store.frame import Frame
+
+WINDOW_BYTES = 8 << 20  # what travels together; more is no faster (measured)
+
+
+class _InParts:
+    """A sink of an object that is stored in parts; a step that crosses into the next part goes through a scratch."""
+
+    def __init__(self, parts: Sequence[Frame]) -> None:
+        self._parts = parts
+        self._part_bytes = parts[0].part_bytes
+        self._crossing: tuple[int, Bytes] | None = None
+
+    def reserve(self, position: int, nbytes: int) -> Bytes:
+        self._settle()
+        if not nbytes:  # also behind the last part
+            return np.empty(0, dtype=np.uint8)
+        part, offset = divmod(position, self._part_bytes)
+        if offset + nbytes <= self._part_bytes:
+            return self._within(part, offset, nbytes)
+        self._crossing = position, np.empty(nbytes, dtype=np.uint8)
+        return self._crossing[1]
+
+    def finish(self) -> None:
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._crossing is None:
+            return
+        position, step = self._crossing
+        self._crossing = None
+        taken = 0
+        while taken < step.size:
+            part, offset = divmod(position + taken, self._part_bytes)
+            nbytes = min(self._part_bytes - offset, step.size - taken)
+            self._within(part, offset, nbytes)[:] = step[taken : taken + nbytes]
+            taken += nbytes
+
+    def _within(self, part: int, offset: int, nbytes: int) -> Bytes:
+        """Memory for payload of one part."""
+        raise NotImplementedError
+
+
+class InPlace(_InParts):
+    """A sink that is mapped memory.
+
+    Args:
+        targets: uint8, memory of each part with room for its frame in front, which is not written.
+    """
+
+    def __init__(self, parts: Sequence[Frame], targets: Sequence[Bytes]) -> None:
+        super().__init__(parts)
+        self._targets = targets
+
+    def _within(self, part: int, offset: int, nbytes: int) -> Bytes:
+        return self._targets[part][frame.NBYTES + offset : frame.NBYTES + offset + nbytes]
+
+
+class Windows(_InParts):
+    """A sink that sends what fills one half of a buffer while the other half is filled.
+
+    Args:
+        buffer: uint8, as long as `window_buffer` says. One that holds the whole of an only part is sent at once.
+        send: called with a part's number, an offset in the part, and what belongs there, frames included.
+        executor: of one thread, in which all but the last is sent.
+    """
+
+    def __init__(
+        self, parts: Sequence[Frame], buffer: Bytes, send: Callable[[int, int, Bytes], None], executor: Executor
+    ) -> None:
+        super().__init__(parts)
+        self._is_whole = len(parts) == 1 and buffer.size >= frame.NBYTES + self._part_bytes
+        half = buffer.size if self._is_whole else buffer.size // 2
+        self._halves = [buffer[:half], buffer[half : 2 * half]]
+        self._send, self._executor = send, executor
+        self._sending: Future[None] | None = None
+        self._part, self._start, self._end = -1, 0, 0  # of what the first half holds: bytes of a part, frame included
+
+    def finish(self) -> None:
+        super().finish()
+        self.wait()
+        self._send(self._part, self._start, self._halves[0][: self._end - self._start])
+
+    def wait(self) -> None:
+        """Let what is being sent be sent, or raise why it cannot: the buffer may not be given back before."""
+        sending, self._sending = self._sending, None
+        if sending is not None:
+            sending.result()
+
+    def _within(self, part: int, offset: int, nbytes: int) -> Bytes:
+        at = frame.NBYTES + offset
+        follows = self._is_whole or at == self._end
+        if part != self._part or not follows or at + nbytes - self._start > self._halves[0].size:
+            self._flush()
+            self._part, self._start, self._end = part, at, at
+            if self._is_whole or not offset:  # what begins a part begins with its frame
+                self._halves[0][: frame.NBYTES] = np.frombuffer(self._parts[part].pack(), dtype=np.uint8)
+                self._start = 0
+        self._end = max(self._end, at + nbytes)
+        return self._halves[0][at - self._start : at - self._start + nbytes]
+
+    def _flush(self) -> None:
+        if self._part >= 0:
+            self.wait()
+            filled = self._halves[0][: self._end - self._start]
+            self._sending = self._executor.submit(self._send, self._part, self._start, filled)
+            self._halves.reverse()
+
+
+def window_buffer(parts: Sequence[Frame], most: int) -> int:
+    """Bytes of a buffer for `Windows` of which `most` may be used; more where that is too little."""
+    whole = frame.NBYTES + parts[0].part_bytes
+    if len(parts) == 1 and whole <= min(WINDOW_BYTES, most):
+        return whole
+    return max(2 * (STEP_BYTES + frame.NBYTES), min(2 * WINDOW_BYTES, most))
