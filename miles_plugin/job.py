@@ -127,7 +127,7 @@ def _step(config: TrainConfig, parts: Parts, rollout_id: int, observer: Observer
     observer.phase_started("train")
     results = parts.each_with("train", rollout.shards, [parts.manager] * len(rollout.shards))
     shards = [
-        ShardRecord(shard.rank, shard.ref.key, shard.ref.num_rows, shard.digest, result["digest"])
+        ShardRecord(shard.rank, shard.ref.key, shard.num_rows, shard.digest, result["digest"])
         for shard, result in zip(rollout.shards, results, strict=True)
     ]
     check_digests(shards)

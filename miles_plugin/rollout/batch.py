@@ -1,4 +1,4 @@
-"""Samples -> the rollout batch: a dict of per-sample columns under miles's names, one shard per trainer rank."""
+"""Samples -> the rollout batch: a dict of per-sample columns under miles's names, with a part for each trainer rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,28 +10,40 @@ from mooncake_store import BatchRef
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's part of a rollout batch: where it is, and the digest of what was put there."""
+    """One rank's part of a rollout batch: the partition of its number, and the digest of what was put there."""
 
     rank: int
     ref: BatchRef
     digest: str
 
+    @property
+    def num_rows(self) -> int:
+        return self.ref.partitions[self.rank]
 
-def split_groups(samples: Sequence[Sample], ranks: int) -> list[list[Sample]]:
-    """Deal whole prompt groups to the ranks in turn, so that every rank holds equally many samples."""
-    return [[sample for sample in samples if sample.group_index % ranks == rank] for rank in range(ranks)]
+    @property
+    def nbytes(self) -> int:
+        """Its share of the batch's bytes, by rows."""
+        return self.ref.nbytes * self.num_rows // self.ref.num_rows
 
 
-def to_columns(samples: Sequence[Sample], round_number: int, global_batch_size: int) -> dict[str, Any]:
-    """One shard of a rollout batch.
+def deal_groups(samples: Sequence[Sample], ranks: int) -> list[list[int]]:
+    """Deal whole prompt groups to the ranks in turn, equally many samples to each; the numbers of their rows."""
+    return [[row for row, sample in enumerate(samples) if sample.group_index % ranks == rank] for rank in range(ranks)]
+
+
+def to_columns(samples: Sequence[Sample], round_number: int, rows: Sequence[int] | None = None) -> dict[str, Any]:
+    """A rollout batch, or some rows of it.
 
     Per-sample columns, n = len(samples): tokens, loss_masks (ragged int32), rollout_log_probs (ragged float32, 0.0 on
     tokens that the policy did not write), rewards (the advantages, as miles names them), raw_reward, response_lengths,
     total_lengths, truncated, sample_indices, rollout_ids (the prompt group), rollout_mask_sums (tokens in the loss),
     prompt, metadata, weight_versions; rollout_routed_experts (ragged int32 [tokens - 1, layers, experts per token])
     when every sample has them.
-    Batch values: round_number, dynamic_global_batch_size (samples of all shards), num_rollouts (groups here).
+    Batch values, of all rows: round_number, dynamic_global_batch_size (samples), num_rollouts (groups).
     """
+    batch = samples
+    if rows is not None:
+        samples = [batch[row] for row in rows]
     masks = [sample.effective_loss_mask for sample in samples]
     columns = {
         "partition": [sample.index for sample in samples],
@@ -51,10 +63,10 @@ def to_columns(samples: Sequence[Sample], round_number: int, global_batch_size: 
         "weight_versions": [sample.weight_versions for sample in samples],
         "multimodal_train_inputs": [None for _ in samples],
         "round_number": round_number,
-        "dynamic_global_batch_size": global_batch_size,
-        "num_rollouts": len({sample.group_index for sample in samples}),
+        "dynamic_global_batch_size": len(batch),
+        "num_rollouts": len({sample.group_index for sample in batch}),
     }
-    if all(sample.rollout_routed_experts is not None for sample in samples):
+    if all(sample.rollout_routed_experts is not None for sample in batch):
         columns["rollout_routed_experts"] = [sample.rollout_routed_experts for sample in samples]
     return columns
 

@@ -83,7 +83,10 @@ class TrainerActor:
         Returns the trainer's metrics, the digest of what was got, its bytes, and the seconds of get and train.
         """
         started = time.perf_counter()
-        with self._store.get(shard.ref, on_release=lambda: self._acknowledge(shard.ref.key, manager)) as batch:
+        result = self._store.get(
+            shard.ref, partition=shard.rank, on_release=lambda: self._acknowledge(shard.ref.key, manager)
+        )
+        with result as batch:
             got = time.perf_counter()
             digest = batch_digest(batch)
             verified = time.perf_counter()
@@ -93,7 +96,7 @@ class TrainerActor:
         return {
             **metrics,
             "digest": digest,
-            "get_bytes": shard.ref.nbytes,
+            "get_bytes": shard.nbytes,
             "seconds": {"get": got - started, "train": trained - verified},
         }
 

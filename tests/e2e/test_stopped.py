@@ -102,7 +102,7 @@ def test_a_job_goes_on_when_a_master_that_is_not_its_own_is_killed_and_restarted
     report = read_report(run)
     assert report["status"] == "finished"
     assert len(steps_of(report)) == 20
-    assert report["object_store"]["puts"] == report["object_store"]["removes"] == 40
+    assert report["object_store"]["puts"] == report["object_store"]["removes"] == 20
     assert "it was restarted" in (run / "logs" / "segment-holder.log").read_text()
 
 

@@ -66,7 +66,7 @@ def test_what_comes_back_is_what_the_policy_computed(
         for on, got, reference in zip(mask, sample.rollout_log_probs, expected.tolist(), strict=True):
             assert abs(got - reference) < ROUNDING if on else got == 0.0
     assert (called > 0) == (config.custom_generate_function_path is not None)
-    columns = to_columns(samples, 0, len(samples))
+    columns = to_columns(samples, 0)
     padded = pad(columns, range(len(samples)), torch.device("cpu"))
     assert padded.response_mask.sum(-1).int().tolist() == columns["rollout_mask_sums"]
     for row, sample in enumerate(samples):

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from miles_plugin.arguments import TrainConfig
 from miles_plugin.arguments_sources import load_config
-from miles_plugin.rollout.batch import split_groups, to_columns
+from miles_plugin.rollout.batch import deal_groups, to_columns
 from miles_plugin.training.grpo import clipped_policy_loss, next_token_log_probs
 from miles_plugin.training.trainer import Trainer, pad
 from mooncake_store.process import free_ports
@@ -30,7 +30,7 @@ def shards(ranks: int, seed: int = 0) -> list[dict[str, Any]]:
         sample.tokens = rng.integers(2, 258, len(sample.tokens) + int(rng.integers(0, 9))).tolist()
         sample.rollout_log_probs = (-5 + rng.normal(0, 0.2, sample.response_length)).tolist()
         sample.advantage = float(rng.normal())
-    return [to_columns(part, 0, len(samples)) for part in split_groups(samples, ranks)]
+    return [to_columns(samples, 0, rows) for rows in deal_groups(samples, ranks)]
 
 
 def plain_training(config: TrainConfig, checkpoint: Path, rollouts: int) -> tuple[float, dict[str, torch.Tensor]]:

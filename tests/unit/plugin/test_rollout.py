@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from miles_plugin.rollout.advantage import assign_group_advantages, shuffle_rewards
-from miles_plugin.rollout.batch import split_groups, to_columns
+from miles_plugin.rollout.batch import deal_groups, to_columns
 from miles_plugin.rollout.sample import Sample
 from miles_plugin.version import VersionAuthority
-from mooncake_store.layout import batch_digest, decode, encode
+from mooncake_store.decode import decode
+from mooncake_store.encode import batch_digest, encode
 
 
 def make_samples(groups: int, size: int) -> list[Sample]:
@@ -56,9 +57,11 @@ def test_shuffling_keeps_the_rewards_and_breaks_their_link_to_the_samples() -> N
 
 
 def test_ranks_get_whole_groups_and_equally_many() -> None:
-    shards = split_groups(make_samples(groups=6, size=4), ranks=3)
-    assert [len(shard) for shard in shards] == [8, 8, 8]
-    groups = [{sample.group_index for sample in shard} for shard in shards]
+    samples = make_samples(groups=6, size=4)
+    dealt = deal_groups(samples, ranks=3)
+    assert [len(rows) for rows in dealt] == [8, 8, 8]
+    assert sorted(row for rows in dealt for row in rows) == list(range(24))
+    groups = [{samples[row].group_index for row in rows} for rows in dealt]
     assert set.union(*groups) == set(range(6))
     assert sum(map(len, groups)) == 6
 
@@ -66,7 +69,7 @@ def test_ranks_get_whole_groups_and_equally_many() -> None:
 def test_a_shard_has_miles_columns_row_for_row() -> None:
     samples = make_samples(groups=2, size=4)
     assign_group_advantages(samples)
-    columns = to_columns(samples, round_number=7, global_batch_size=16)
+    columns = to_columns(samples, round_number=7)
     rows = {name: column for name, column in columns.items() if isinstance(column, list)}
     assert {len(column) for column in rows.values()} == {8}
     for row, sample in enumerate(samples):
@@ -76,12 +79,12 @@ def test_a_shard_has_miles_columns_row_for_row() -> None:
         assert rows["rewards"][row] == sample.advantage
         assert rows["raw_reward"][row] == sample.reward
         assert rows["weight_versions"][row] == ["3"]
-    assert (columns["round_number"], columns["dynamic_global_batch_size"], columns["num_rollouts"]) == (7, 16, 2)
+    assert (columns["round_number"], columns["dynamic_global_batch_size"], columns["num_rollouts"]) == (7, 8, 2)
     digest = batch_digest(columns)
-    assert digest == batch_digest(to_columns(samples, 7, 16))
+    assert digest == batch_digest(to_columns(samples, 7))
     assert samples[3].rollout_log_probs is not None
     samples[3].rollout_log_probs[0] -= 1e-3
-    assert digest != batch_digest(to_columns(samples, 7, 16))
+    assert digest != batch_digest(to_columns(samples, 7))
 
 
 def test_a_tool_s_tokens_are_in_the_response_and_not_in_the_loss() -> None:
@@ -90,7 +93,7 @@ def test_a_tool_s_tokens_are_in_the_response_and_not_in_the_loss() -> None:
         sample.tokens, sample.response_length = [5, 6, 20, 21, 22, 23], 4
         sample.loss_mask, sample.rollout_log_probs = [1, 0, 0, 1], [-0.1, -9e9, 0.0, -0.4]
     samples[1].remove_sample = True
-    columns = to_columns(samples, 0, 4)
+    columns = to_columns(samples, 0)
     assert columns["loss_masks"] == [[1, 0, 0, 1], [0, 0, 0, 0], [1, 0, 0, 1], [1, 0, 0, 1]]
     assert columns["rollout_mask_sums"] == [2, 0, 2, 2]
     assert columns["response_lengths"] == [4] * 4
@@ -107,15 +110,15 @@ def test_a_sample_without_a_reward_is_left_out_of_its_group() -> None:
     assert samples[0].advantage == pytest.approx(2**0.5, abs=1e-4), "mean 1/3 of three, not 1/4 of four"
     shuffle_rewards(samples, random.Random(1))
     assert samples[1].reward is None
-    assert to_columns(samples, 0, 4)["raw_reward"][1] == 0.0
+    assert to_columns(samples, 0)["raw_reward"][1] == 0.0
 
 
 def test_routed_experts_are_a_column_when_every_sample_has_them() -> None:
     samples = make_samples(groups=2, size=2)
-    assert "rollout_routed_experts" not in to_columns(samples, 0, 4)
+    assert "rollout_routed_experts" not in to_columns(samples, 0)
     for sample in samples:
         sample.rollout_routed_experts = np.full((len(sample.tokens) - 1, 3, 2), sample.index, np.int32)
-    columns = to_columns(samples, 0, 4)
+    columns = to_columns(samples, 0)
     encoded = encode(columns)
     stored = np.zeros(encoded.nbytes, np.uint8)
     encoded.write_into(stored)

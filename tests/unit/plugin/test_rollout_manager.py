@@ -30,10 +30,11 @@ class MemoryStore:
         self.puts = 0
         self.answers = True
 
-    def put(self, batch: Any) -> SimpleNamespace:
+    def put(self, batch: Any, partitions: Any) -> SimpleNamespace:
         self.puts += 1
         self.batches[f"key-{self.puts}"] = batch
-        return SimpleNamespace(key=f"key-{self.puts}", nbytes=1)
+        rows = tuple(map(len, partitions))
+        return SimpleNamespace(key=f"key-{self.puts}", nbytes=1, num_rows=sum(rows), partitions=rows, dealt=partitions)
 
     def remove(self, ref: Any) -> None:
         if not self.answers:
@@ -78,19 +79,23 @@ def make(
         made.close()
 
 
-def test_a_rollout_is_put_in_a_shard_per_rank_and_removed_when_acknowledged(
+def test_a_rollout_is_put_once_with_a_part_per_rank_and_removed_when_all_acknowledged(
     make: Callable[..., tuple[RolloutManager, MemoryStore]],
 ) -> None:
     manager, store = make("--task", "chain_sum")
     rollout = manager.generate(3)
     assert (rollout.samples, rollout.left_out, rollout.weight_versions) == (8, 0, ["5"])
     assert rollout.tokens == sum(sum(batch["rollout_mask_sums"]) for batch in store.batches.values())
-    first, second = store.batches.values()
-    assert first["rollout_ids"] == [12, 12, 14, 14]
-    assert second["sample_indices"] == [26, 27, 30, 31]
-    raw = [*first["raw_reward"], *second["raw_reward"]]
-    assert rollout.reward == pytest.approx(sum(raw) / 8)
+    (batch,) = store.batches.values()
+    first, second = rollout.shards
+    assert first.ref is second.ref
+    dealt: Any = first.ref
+    assert [batch["rollout_ids"][row] for row in dealt.dealt[0]] == [12, 12, 14, 14]
+    assert [batch["sample_indices"][row] for row in dealt.dealt[1]] == [26, 27, 30, 31]
+    assert rollout.reward == pytest.approx(sum(batch["raw_reward"]) / 8)
+    assert (first.num_rows, second.num_rows) == (4, 4)
     for shard in rollout.shards:
+        assert store.batches
         for _ in range(2):
             manager.acknowledge(shard.ref.key, shard.rank)
     assert not store.batches
@@ -101,23 +106,25 @@ def test_what_is_acknowledged_while_the_store_is_away_is_removed_when_it_is_back
     make: Callable[..., tuple[RolloutManager, MemoryStore]],
 ) -> None:
     manager, store = make("--task", "chain_sum")
-    first, second = manager.generate(0).shards
+    first, second = manager.generate(0).shards[0], manager.generate(1).shards[0]
     store.answers = False
-    manager.acknowledge(first.ref.key, first.rank)
-    manager.acknowledge(second.ref.key, first.rank)  # by another than its reader
-    assert manager.settle(seconds=0) == {first.ref.key: [], second.ref.key: [second.rank]}
+    for rank in (0, 1):
+        manager.acknowledge(first.ref.key, rank)
+    manager.acknowledge(second.ref.key, 0)
+    assert manager.settle(seconds=0) == {first.ref.key: [], second.ref.key: [1]}
     assert set(store.batches) == {first.ref.key, second.ref.key}
     store.answers = True
-    late = threading.Timer(0.1, manager.acknowledge, (second.ref.key, second.rank))
+    late = threading.Timer(0.1, manager.acknowledge, (second.ref.key, 1))
     late.start()
     assert manager.settle() == {}, "waits for the last one, and frees the first"
     assert not store.batches
     store.answers = False
-    (shard, _) = manager.generate(1).shards
-    manager.acknowledge(shard.ref.key, shard.rank)
+    (shard, _) = manager.generate(2).shards
+    for rank in (0, 1):
+        manager.acknowledge(shard.ref.key, rank)
     store.answers = True
-    manager.generate(2)
-    assert shard.ref.key not in store.batches, "also before the next batches are put"
+    manager.generate(3)
+    assert shard.ref.key not in store.batches, "also before the next batch is put"
 
 
 def test_a_shard_is_removed_once_though_settling_and_an_acknowledgement_meet(
@@ -140,7 +147,7 @@ def test_a_shard_is_removed_once_though_settling_and_an_acknowledgement_meet(
     assert removing.wait(30)
     threading.Timer(0.2, go_on.set).start()
     assert manager.settle() == {}, "waits for those that are being removed"
-    assert sorted(removed) == sorted(shard.ref.key for shard in shards)
+    assert removed == [shards[0].ref.key]
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
@@ -157,11 +164,11 @@ def test_a_new_manager_goes_on_where_the_state_was_taken(
     resumed.begin(shuffled, state)
     assert resumed.state() == state
     resumed.generate(2)
-    assert list(other_store.batches.values()) == list(store.batches.values())[4:]
+    assert list(other_store.batches.values()) == list(store.batches.values())[2:]
     assert resumed.state() == manager.state() != state
     resumed.begin(shuffled)
     resumed.generate(0)
-    assert list(other_store.batches.values())[2:] == list(store.batches.values())[:2], "begins anew"
+    assert list(other_store.batches.values())[1:] == list(store.batches.values())[:1], "begins anew"
 
 
 def test_the_state_of_other_prompts_is_refused(make: Callable[..., tuple[RolloutManager, MemoryStore]]) -> None:

@@ -14,7 +14,8 @@ from miles_plugin.training.grpo import PaddedBatch, clipped_policy_loss, next_to
 from miles_plugin.training.tiny_policy import build_model, build_tokenizer, save_checkpoint  # noqa: E402
 from miles_plugin.training.trainer import learning_rate_factor, pad  # noqa: E402
 from miles_plugin.weight_transfer.sources import buckets, full_parameters  # noqa: E402
-from mooncake_store.layout import decode, encode  # noqa: E402
+from mooncake_store.decode import decode  # noqa: E402
+from mooncake_store.encode import encode  # noqa: E402
 from tests.unit.plugin.test_rollout import make_samples  # noqa: E402
 
 
@@ -56,7 +57,7 @@ def test_padding_puts_every_response_token_under_its_prediction() -> None:
     for sample in samples:
         sample.rollout_log_probs = [-float(token) for token in sample.tokens[-sample.response_length :]]
         sample.advantage = float(sample.index)
-    encoded = encode(to_columns(samples, 0, 8))
+    encoded = encode(to_columns(samples, 0))
     stored = np.zeros(encoded.nbytes, np.uint8)
     encoded.write_into(stored)
     batch = decode(stored)
