@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -118,7 +118,9 @@ def page() -> str:
         mooncake=_mooncake(),
         environment=_environment(),
         statuses=_table(("status", ""), _STATUSES.items()),
-        commands="\n\n".join(_command(name) for name in COMMANDS if name != "train"),
+        commands="\n\n".join(
+            section for name, command in COMMANDS.items() if name != "train" for section in _command(command.parser())
+        ),
     )
 
 
@@ -210,14 +212,15 @@ def _environment() -> str:
     return _table(("variable", ""), sorted(rows))
 
 
-def _command(name: str) -> str:
-    parser = COMMANDS[name].parser()
-    rows = [
-        (_argument(action), _text(f"{action.help}{_choices(action)}"))
-        for action in parser._actions
-        if action.dest != "help"
-    ]
-    return f"### `{PROG} {name}`\n\n{parser.description}\n\n{_table(('argument', ''), rows)}"
+def _command(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """A section per parser, those of a command's own commands after it."""
+    actions = [action for action in parser._actions if action.dest != "help"]
+    rows = [(_argument(action), _text(f"{action.help}{_choices(action)}")) for action in actions]
+    yield f"### `{parser.prog}`\n\n{parser.description}\n\n{_table(('argument', ''), rows)}"
+    for action in actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from _command(below)
 
 
 def _argument(action: argparse.Action) -> str:

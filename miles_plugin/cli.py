@@ -16,7 +16,7 @@ from pathlib import Path
 
 import shtab
 
-from miles_plugin import store_commands
+from miles_plugin import bench_commands, store_commands
 from miles_plugin.arguments_sources import load_config_and_origins, settings_parser, with_origins
 from mooncake_store.errors import ConfigError, StoreError
 
@@ -63,7 +63,7 @@ def _run(argv: Sequence[str] | None) -> int:
         print(f"{PROG}: {done}", file=sys.stderr)
     except StoreError as error:
         return _fail(error, 2)
-    except JobFailed as error:
+    except (JobFailed, bench_commands.BenchFailed) as error:
         return _fail(error, 1)
     except KeyboardInterrupt:
         print(f"{PROG}: interrupted; everything it started has been stopped", file=sys.stderr)
@@ -151,6 +151,7 @@ COMMANDS = {
     "ls": Command("list what a store holds", store_commands.ls_parser, store_commands.run_ls),
     "sweep": Command("free what dead runs left", store_commands.sweep_parser, store_commands.run_sweep),
     "report": Command("draw a report's pictures anew", _report_parser, _report),
+    "bench": Command("measure this machine", bench_commands.bench_parser, bench_commands.run_bench),
     "completion": Command("print a shell's completion script", _completion_parser, _completion),
 }
 

@@ -26,10 +26,11 @@ class NodeFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """cpus: worker processes Ray may keep warm. gpus: CUDA device ids the node owns."""
+    """A raylet: worker processes it may keep warm, CUDA device ids it owns, bytes of /dev/shm for its objects."""
 
     cpus: int
     gpus: Sequence[int] = ()
+    object_store_bytes: int = OBJECT_STORE_BYTES
 
 
 def trainer_node(index: int) -> str:
@@ -115,7 +116,7 @@ def _node_args(resource: str, node: NodeSpec) -> dict[str, object]:
         "num_cpus": node.cpus,
         "num_gpus": len(node.gpus),
         "resources": {resource: 1.0},
-        "object_store_memory": OBJECT_STORE_BYTES,
+        "object_store_memory": node.object_store_bytes,
         "include_dashboard": False,
         "node_ip_address": _RAY_ADDRESS,
         "env_vars": visible,

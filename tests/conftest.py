@@ -9,7 +9,14 @@ import pytest
 TESTS = Path(__file__).parent
 # Each of these in one process, one test after the other: they wait for services more than they compute, and share a
 # machine's Ray, SGLang or Mooncake's limits. Unit tests go wherever there is room.
-ALONE = {"e2e": "jobs", "integration/plugin": "jobs", "gpu": "jobs", "integration/store": "store", "soak": "store"}
+ALONE = {
+    "e2e": "jobs",
+    "integration/plugin": "jobs",
+    "gpu": "jobs",
+    "integration/store": "store",
+    "integration/benchmarks": "store",
+    "soak": "store",
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -7,22 +7,22 @@ from miles_plugin.report import series
 from miles_plugin.report.record import Report
 from miles_plugin.report.series import Line, Panel
 
-_INK, _PALE = "#222222", "#6E6E6E"
-_STYLE = {
+INK, PALE = "#222222", "#6E6E6E"
+STYLE = {
     "font.size": 13,
     "axes.titlesize": 16,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.edgecolor": _PALE,
-    "axes.labelcolor": _INK,
+    "axes.edgecolor": PALE,
+    "axes.labelcolor": INK,
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.alpha": 0.25,
-    "text.color": _INK,
-    "xtick.color": _PALE,
-    "ytick.color": _PALE,
+    "text.color": INK,
+    "xtick.color": PALE,
+    "ytick.color": PALE,
     "legend.frameon": False,
     "legend.fontsize": 11,
     "legend.handlelength": 1.2,
@@ -36,7 +36,7 @@ def draw(report: Report, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=_SIZE_INCHES, dpi=_DPI)
         FigureCanvasAgg(figure)
         # Between the two the labels at the ends of the learning curves have room.
@@ -47,9 +47,9 @@ def draw(report: Report, path: Path) -> None:
         for panel in series.panels(report):
             _draw_panel(figure.add_subplot(places[panel.key]), panel)
         _text(figure, 0.945, series.title(report), 25, fits=62, fontweight="bold")
-        _text(figure, 0.9, series.subtitle(report), 15, fits=132, color=_PALE)
+        _text(figure, 0.9, series.subtitle(report), 15, fits=132, color=PALE)
         for height, line in zip((0.08, 0.052, 0.024), series.footer(report), strict=True):
-            _text(figure, height, line, 12, fits=165, color=_PALE)
+            _text(figure, height, line, 12, fits=165, color=PALE)
         figure.savefig(path, format="png")
 
 
@@ -57,7 +57,7 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
     from matplotlib.ticker import MaxNLocator, NullLocator
 
     axes.set_title(panel.title, pad=24)
-    axes.text(0, 1.0, panel.subtitle, transform=axes.transAxes, fontsize=12, color=_PALE, va="bottom")
+    axes.text(0, 1.0, panel.subtitle, transform=axes.transAxes, fontsize=12, color=PALE, va="bottom")
     axes.set(xlabel="rollout", ylabel=panel.y_label)
     axes.set_xlim(0, panel.last_x + 0.5)
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
@@ -74,7 +74,7 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
         axes.set_yticks([value for value, _ in panel.y_ticks], [text for _, text in panel.y_ticks])
         axes.yaxis.set_minor_locator(NullLocator())
     for x in panel.resumes:
-        axes.axvline(x, color=_PALE, linewidth=1, linestyle=":")
+        axes.axvline(x, color=PALE, linewidth=1, linestyle=":")
     for label in panel.labels:
         axes.text(1.012, label.y, label.text, transform=axes.get_yaxis_transform(), color=label.colour, fontsize=14,
                   fontweight="bold", va="center", linespacing=1.25, parse_math=False)  # fmt: skip

@@ -1,5 +1,6 @@
 """The documents agree with the code: the generated page, and every flag, link, program, variable and module named."""
 
+import argparse
 import re
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from miles_plugin.cli import COMMANDS, _top_parser
 
 ROOT = Path(__file__).parents[3]
 DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("examples/*/README.md"))]
-PACKAGES = ("mooncake_store", "miles_plugin", "examples", "docs")
+PACKAGES = ("mooncake_store", "miles_plugin", "benchmarks", "examples", "docs")
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
 # Flags that are not ours: whose they are, or why they are shown.
@@ -34,7 +35,16 @@ OTHERS = {
 
 def flags() -> set[str]:
     parsers = [_top_parser(), *(command.parser() for command in COMMANDS.values())]
-    return {flag for parser in parsers for action in parser._actions for flag in action.option_strings}
+    return {flag for parser in parsers for action in actions(parser) for flag in action.option_strings}
+
+
+def actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Of a parser and of those below it."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for below in set(action.choices.values()):
+                yield from actions(below)
 
 
 def anchors(document: Path) -> set[str]:

@@ -1,0 +1,54 @@
+"""Tables as Markdown, and their place in a document."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mooncake_store.errors import ConfigError
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table that can be read as text, too: the first column to the left, the others to the right."""
+    lines = [list(header), *map(list, rows)]
+    widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+
+    def line(cells: Sequence[str]) -> str:
+        first, *others = zip(cells, widths, strict=True)
+        return "| " + " | ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]) + " |"
+
+    return "\n".join(map(line, [lines[0], rule, *lines[1:]]))
+
+
+def _marks(name: str) -> tuple[str, str]:
+    return f"<!-- {name}: made by the command above -->", f"<!-- {name}: end -->"
+
+
+def check_document(path: Path, name: str) -> None:
+    """Raise ConfigError when a document has no place for what is called `name`."""
+    _around(path, name)
+
+
+def insert(path: Path, name: str, text: str) -> None:
+    """Replace what lies between the marks of `name` in a document.
+
+    Raises:
+        ConfigError: it cannot be read, or does not have the two marks, once each.
+    """
+    before, after = _around(path, name)
+    begin, end = _marks(name)
+    path.write_text(f"{before}{begin}\n\n{text.strip()}\n\n{end}{after}")
+
+
+def _around(path: Path, name: str) -> tuple[str, str]:
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    begin, end = _marks(name)
+    before, _, rest = text.partition(begin)
+    _, found, after = rest.partition(end)
+    if not found or text.count(begin) != 1 or text.count(end) != 1:
+        raise ConfigError(f"{path} has no place for this table: it needs the lines {begin!r} and {end!r}, once each")
+    return before, after

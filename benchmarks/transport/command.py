@@ -1,0 +1,88 @@
+"""`miles-mooncake bench transport`, given its parsed flags."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from multiprocessing import resource_tracker
+
+from benchmarks import compare, markdown, measurements
+from benchmarks.progress import Steps
+from benchmarks.transport import plot, report, rounds, scaling, stage, targets
+from benchmarks.transport.peers import Peer
+from benchmarks.transport.recorder import Recorder
+from benchmarks.transport.settings import PEERS, Settings, resolve
+from miles_plugin.bench_commands import BenchFailed
+from miles_plugin.interrupt import in_order, no_descendant_left
+from mooncake_store.errors import ConfigError
+
+OURS = tuple(name for name in PEERS if name.startswith("ours"))
+
+
+def run(arguments: argparse.Namespace, peers: Mapping[str, Peer] = PEERS) -> None:
+    """Measure, write, print.
+
+    Args:
+        arguments: as `miles_plugin.bench_commands` parses them.
+        peers: the peers there are, by name.
+
+    Raises:
+        ConfigError: a value that cannot be used.
+        BenchFailed: a peer failed, a payload was wrong, or with --check a target was missed.
+    """
+    settings = resolve(arguments, peers)
+    mark = "scaling" if settings.scaling else "transport"
+    if settings.scaling and (arguments.compare or arguments.check):
+        raise ConfigError("--scaling has no targets and nothing to compare; leave out --check and --compare")
+    old = measurements.read(arguments.compare) if arguments.compare else []
+    if old:
+        compare.check_same_load(old, {workload.variant: workload.load() for workload in settings.workloads})
+    if arguments.document:
+        markdown.check_document(arguments.document, mark)
+    recorder = _measure(settings)
+
+    found = targets.results(recorder.measurements)
+    if settings.scaling:
+        text = scaling.text(recorder.measurements, settings.peers)
+        pictures = scaling.draw(recorder.measurements, settings.peers, settings.output)
+    else:
+        text = report.text(recorder.measurements, settings.peers, found, settings.skipped)
+        pictures = plot.draw(recorder.measurements, settings.peers, settings.output)
+    page = settings.output / f"{mark}.md"
+    page.write_text(text + "\n")
+    print(text)
+    if old:
+        changes = compare.changes(old, recorder.measurements, OURS)
+        print(f"\nCompared with {arguments.compare}:\n\n{compare.text(changes)}")
+    if arguments.document:
+        markdown.insert(arguments.document, mark, text)
+    written = [recorder.path, page, *pictures, *filter(None, [arguments.document])]
+    print(f"\nwritten: {', '.join(map(str, written))}")
+    missed = [f"{result.variant} {result.operation} {result.what}" for result in found if not result.met]
+    if arguments.check and missed:
+        raise BenchFailed(f"{len(missed)} of {len(found)} targets were missed: {'; '.join(missed)}")
+
+
+def _measure(settings: Settings) -> Recorder:
+    recorder = Recorder(settings.run, settings.output)
+    if recorder.path.exists():
+        raise ConfigError(f"--output {settings.output} has the measurements of another run; name another directory")
+    work = scaling if settings.scaling else rounds
+    capacity = work.capacity(settings)
+    try:
+        settings.logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output {settings.output}: {error.strerror}") from error
+    steps = Steps(work.turns(settings))
+    for reason in settings.skipped:
+        steps.say(f"not measured: {reason}")
+    steps.say(f"run {settings.run}: starting what {', '.join(peer.name for peer in settings.peers)} need")
+    resource_tracker.ensure_running()  # Python's own process, which ends with this one: it is none of ours
+    with (
+        no_descendant_left(),
+        stage.services(settings.peers, capacity, settings.logs) as running,
+        in_order(),  # not before: an exception in the midst of Ray's start may end this process by a signal
+        steps,
+    ):
+        work.measure(settings, running, recorder, steps)
+    return recorder

@@ -1,0 +1,114 @@
+"""The tables of a comparison."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from benchmarks import markdown
+from benchmarks.measurements import Measurement
+from benchmarks.statistics import Cell, Seconds, Spread, gathered, ratio, seconds_of, spread_of
+from benchmarks.transport.peers import Peer
+from benchmarks.transport.targets import LOAD, Result, memory_ratio
+from miles_plugin.report import units
+
+_NOTHING = ""
+
+
+def text(
+    measurements: Sequence[Measurement], peers: Sequence[Peer], found: Sequence[Result], skipped: Sequence[str]
+) -> str:
+    """Everything, as Markdown: where and with what, a table per variant, the targets."""
+    labels = {peer.name: peer.label for peer in peers}
+    parts = [_circumstances(measurements)]
+    parts += [_variant(measurements, variant, labels) for variant in gathered(measurements, lambda item: item.variant)]
+    if found:
+        parts.append(_targets(found))
+    if found and any(item.settings | LOAD != item.settings for item in measurements):
+        parts.append(
+            "{samples} samples of {shortest} to {longest} tokens are what the targets are meant for.".format(**LOAD)
+        )
+    parts += [f"Not measured: {reason}." for reason in skipped]
+    return "\n\n".join(parts)
+
+
+def _circumstances(measurements: Sequence[Measurement]) -> str:
+    item = measurements[0]
+    rounds = len(gathered(measurements, lambda measurement: str(measurement.round)))
+    versions = ", ".join(f"{part} {version}" for part, version in item.versions.items())
+    return (
+        f"Run {item.run} on {item.machine}; {versions}. {rounds} rounds in which all take turns; median, quartiles in "
+        f"brackets. Written {time.strftime('%Y-%m-%d')}."
+    )
+
+
+def _variant(measurements: Sequence[Measurement], variant: str, labels: dict[str, str]) -> str:
+    of_variant = [item for item in measurements if item.variant == variant]
+    seconds, load = seconds_of(of_variant), of_variant[0].settings
+    memory = {item.peer: memory_ratio(item) for item in of_variant if item.operation == "memory"}
+    rows = []
+    for peer in (name for name in labels if any(item.peer == name for item in of_variant)):
+        put, get = (Cell(variant, peer, operation) for operation in ("put", "get"))
+        rows.append(
+            [
+                labels[peer],
+                _time(seconds, put),
+                _rate(seconds, put, of_variant[0].bytes),
+                _times_ours(seconds, put),
+                _time(seconds, get),
+                _rate(seconds, get, of_variant[0].bytes),
+                _times_ours(seconds, get),
+                f"{memory[peer]:.2f}" if peer in memory else _NOTHING,
+            ]
+        )
+    header = ["", "put, ms", "GB/s", "x ours", "get, ms", "GB/s", "x ours", "memory"]
+    title = (
+        f"**{variant}**: {load['samples']} samples of {load['shortest']} to {load['longest']} tokens, "
+        f"{units.nbytes(of_variant[0].bytes)}"
+    )
+    return f"{title}\n\n{markdown.table(header, rows)}"
+
+
+def _targets(found: Sequence[Result]) -> str:
+    rows = [
+        [
+            f"{result.variant} {result.operation}",
+            result.what,
+            f"{'<=' if result.at_most else '>='} {result.wanted:g}",
+            _ratio(result.found),
+            "yes" if result.met else "no",
+        ]
+        for result in found
+    ]
+    met = sum(result.met for result in found)
+    table = markdown.table(["", "compared with", "target", "found", "met"], rows)
+    return f"**Targets**: {met} of {len(found)} met\n\n{table}"
+
+
+def _time(seconds: Seconds, cell: Cell) -> str:
+    if cell not in seconds:
+        return _NOTHING
+    median, low, high = (1000 * value for value in spread_of(seconds[cell].values()))
+    return f"{_digits(median)} ({_digits(low)} to {_digits(high)})"
+
+
+def _rate(seconds: Seconds, cell: Cell, nbytes: int) -> str:
+    if cell not in seconds:
+        return _NOTHING
+    return f"{nbytes / spread_of(seconds[cell].values()).median / 1e9:.2f}"
+
+
+def _times_ours(seconds: Seconds, cell: Cell) -> str:
+    found = ratio(seconds, cell, cell._replace(peer="ours"))
+    return _NOTHING if found is None or cell.peer == "ours" else _digits(found.median)
+
+
+def _ratio(spread: Spread) -> str:
+    if spread.low == spread.high:
+        return _digits(spread.median)
+    return f"{_digits(spread.median)} ({_digits(spread.low)} to {_digits(spread.high)})"
+
+
+def _digits(value: float) -> str:
+    """Three of them, without an exponent."""
+    return f"{value:.0f}" if value >= 100 else f"{value:#.3g}"

@@ -1,0 +1,125 @@
+"""`miles-mooncake bench`: measurements of this machine. What they do is in benchmarks/, which only a checkout has."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mooncake_store.errors import ConfigError
+
+_PROG = "miles-mooncake bench"
+_CHECKOUT = Path(__file__).parents[1]
+
+
+class BenchFailed(RuntimeError):
+    """A measurement that cannot be believed, or a target that was missed; the message says which."""
+
+
+def bench_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=_PROG,
+        description="Measure this machine. Needs a checkout of the repository: the measurements are not installed.",
+        epilog=f"`{_PROG} NAME --help` lists its flags and their defaults.",
+    )
+    names = parser.add_subparsers(dest="benchmark", required=True, metavar="NAME", help="what to measure")
+    _add_transport(names)
+    return parser
+
+
+def run_bench(argv: Sequence[str]) -> None:
+    """Run one benchmark.
+
+    Raises:
+        ConfigError: a value that cannot be used, or no checkout.
+        BenchFailed: a peer failed, a payload was wrong, or with --check a target was missed.
+    """
+    arguments = bench_parser().parse_args(argv)
+    _find_benchmarks()
+    importlib.import_module(f"benchmarks.{arguments.benchmark}.command").run(arguments)
+
+
+def _find_benchmarks() -> None:
+    """Make `benchmarks` importable; ConfigError when it is not there."""
+    if not (_CHECKOUT / "benchmarks" / "__init__.py").exists():
+        raise ConfigError(
+            f"there are no benchmarks beside {_CHECKOUT / 'miles_plugin'}: they are not installed. Clone the "
+            "repository, `pip install -e .[cpu,train]` in the clone, and run the command again"
+        )
+    if str(_CHECKOUT) not in sys.path:
+        sys.path.insert(0, str(_CHECKOUT))
+
+
+def _add_transport(names: Any) -> None:
+    parser = names.add_parser(
+        "transport",
+        help="how long a rollout batch takes from one process to another, beside Ray and Mooncake's own transfer",
+        description="Put a rollout batch in one process and get it in another, by this transport, by others and at the "
+        "machine's limits, in rounds in which all take turns. Every batch that was read is compared with what was put. "
+        "Prints a table; writes JSON lines, the table as Markdown and a plot. docs/benchmarks.md says what is timed.",
+    )
+    load = parser.add_argument_group("load", "the batch that is moved")
+    load.add_argument(
+        "--samples",
+        type=int,
+        metavar="N",
+        help="rows of the batch (default: 512; with --quick 32, with --scaling 4096)",
+    )
+    load.add_argument(
+        "--tokens",
+        type=int,
+        nargs=2,
+        metavar=("LO", "HI"),
+        help="of a sample, uniform between (default: 1024 8192; with --quick 128 1024, with --scaling 128 384)",
+    )
+    load.add_argument(
+        "--payload-gib",
+        type=float,
+        metavar="GIB",
+        help="as many samples as make a batch of this size, instead of --samples (default: by --samples)",
+    )
+    load.add_argument(
+        "--variants",
+        nargs="+",
+        metavar="NAME",
+        help="what the values are: numpy, torch, lists, or routed, which is numpy with routed experts (default: all; "
+        "with --quick numpy lists, with --scaling numpy)",
+    )
+    load.add_argument("--seed", type=int, default=0, metavar="N", help="of the batch's contents (default: 0)")
+    how = parser.add_argument_group("measurement", "what is measured, and how often")
+    how.add_argument(
+        "--peers",
+        nargs="+",
+        metavar="NAME",
+        help="ours, ours-verified, ours-network, ray, bundle, bundle-own, transfer-queue, memcpy, raw (default: all "
+        "that are installed; with --scaling ours ours-network ray)",
+    )
+    how.add_argument("--repeats", type=int, metavar="N", help="rounds (default: 9; with --quick or --scaling 3)")
+    how.add_argument(
+        "--warmup", type=int, metavar="N", help="rounds before those (default: 2; with --quick or --scaling 1)"
+    )
+    how.add_argument(
+        "--quick", action="store_true", help="a run of seconds that proves only that it works (default: off)"
+    )
+    how.add_argument(
+        "--scaling",
+        action="store_true",
+        help="instead, how cost grows: 1 to 64 batches outstanding, 10 to 100,000 samples, 1 to 8 readers "
+        "(default: off)",
+    )
+    output = parser.add_argument_group("output", "what becomes of it")
+    output.add_argument("--output", type=Path, metavar="DIR", help="where to write (default: runs/transport-<run id>)")
+    output.add_argument(
+        "--compare",
+        type=Path,
+        metavar="FILE",
+        help="measurements.jsonl of an earlier run of the same load: print what changed (default: nothing)",
+    )
+    output.add_argument(
+        "--document",
+        type=Path,
+        metavar="FILE",
+        help="replace what lies between the marks of this benchmark in a Markdown file (default: none)",
+    )
+    output.add_argument("--check", action="store_true", help="end with status 1 when a target is missed (default: 0)")
