@@ -31,6 +31,8 @@ NO_SPACE = -200
 NOT_FOUND = -704
 TRANSFER_FAILED = -800
 INVALID_PARAMS = -600
+NOT_READY, BUSY = -703, -714
+BEING_REPLACED = (NOT_READY, BUSY)  # what a key may answer in the midst of `replace`
 RPC_FAILED, RPC_TIMEOUT = -900, -901
 UNANSWERED = (RPC_FAILED, RPC_TIMEOUT)  # by the master; each costs its caller seconds
 
@@ -43,14 +45,14 @@ OUTCOMES: dict[int, Outcome] = {
     -400: Outcome("INVALID_KEY", StoreError),
     INVALID_PARAMS: Outcome("INVALID_PARAMS", StoreError),
     -601: Outcome("ILLEGAL_CLIENT", StoreError),
-    -703: Outcome("REPLICA_IS_NOT_READY", StoreUnavailable, retryable=True),
+    NOT_READY: Outcome("REPLICA_IS_NOT_READY", StoreUnavailable, retryable=True),
     NOT_FOUND: Outcome("OBJECT_NOT_FOUND", ObjectNotFound),
     -705: Outcome("OBJECT_ALREADY_EXISTS", StoreError),
     -706: Outcome("OBJECT_HAS_LEASE", StoreUnavailable, retryable=True),
     -707: Outcome("LEASE_EXPIRED", StoreUnavailable, retryable=True),
     -708: Outcome("OBJECT_HAS_REPLICATION_TASK", StoreUnavailable, retryable=True),
     -712: Outcome("REPLICA_IS_GONE", ObjectLost),
-    -714: Outcome("REPLICA_BUSY", StoreUnavailable, retryable=True),
+    BUSY: Outcome("REPLICA_BUSY", StoreUnavailable, retryable=True),
     TRANSFER_FAILED: Outcome("TRANSFER_FAIL", StoreUnavailable, retryable=True),
     -801: Outcome("CHECKSUM_MISMATCH", IntegrityError),
     RPC_FAILED: Outcome("RPC_FAIL", StoreUnavailable, retryable=True),

@@ -13,9 +13,10 @@ import uuid
 import numpy as np
 import xxhash
 
+from mooncake_store import codes
 from mooncake_store.bounded import attempts
 from mooncake_store.client import MooncakeClient, Range
-from mooncake_store.errors import IntegrityError, ObjectLost, ObjectNotFound, StoreError
+from mooncake_store.errors import IntegrityError, ObjectLost, ObjectNotFound, StoreError, StoreUnavailable
 
 MAX_BYTES = 64 << 10
 REPLACED_SECONDS = 1.0  # within which a record that was read while it was replaced is whole again
@@ -93,6 +94,10 @@ class Records:
         except (ObjectNotFound, ObjectLost):  # its owner died, or it went between the two questions
             return None
         except IntegrityError:  # a shorter one came between them
+            return b""
+        except StoreUnavailable as error:
+            if error.code not in codes.BEING_REPLACED:
+                raise
             return b""
         return self._scratch[: location.nbytes].tobytes()
 

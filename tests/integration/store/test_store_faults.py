@@ -605,7 +605,7 @@ def test_a_holder_lends_again_after_a_mount_that_the_end_of_a_master_interrupted
     client = MooncakeClient.connect(config, Limits())
     lent = SegmentHolder(client, config.global_segment_size, "tcp", uuid.uuid4().hex)
     if not shared:
-        monkeypatch.setattr(lent, "_memory", lambda: None)
+        monkeypatch.setattr(lent, "_memory", lambda _: None)
     try:
         master.stop()
         monkeypatch.setattr(client, "_probe_again", lambda: None)  # it goes when it has been looked for

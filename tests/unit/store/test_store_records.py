@@ -159,3 +159,14 @@ def test_threads_share_one_scratch(master: Master) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+@pytest.mark.parametrize("code", [-703, -714])
+def test_a_record_that_is_being_replaced_is_waited_for(code: int) -> None:
+    master = Master()
+    master.records.replace("run/r/beat", b"one", "a")
+    master.failures["read"] = [StoreUnavailable("not ready", code=code), StoreUnavailable("not ready", code=code)]
+    assert master.records.read("run/r/beat") == b"one"
+    master.failures["read"] = [StoreUnavailable("no answer", code=-900)]
+    with pytest.raises(StoreUnavailable, match="no answer"):
+        master.records.read("run/r/beat")
