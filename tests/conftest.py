@@ -24,6 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak-seed", type=int, default=None, help="of its load and its faults (a new one)")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         place = item.path.relative_to(TESTS).as_posix()
