@@ -121,6 +121,7 @@ class SegmentHolder:
         self._records = Records(client)
         self._before: list[_Segment] = []
         self._asked = 0
+        self._unwanted: list[str] = []  # segments that Mooncake would lend to the next master again
         self._blocked: list[mmap.mmap] = []  # addresses that Mooncake cannot use any more
         self._without_sharing = False
         self._current = self._lend(epoch=0)
@@ -136,6 +137,7 @@ class SegmentHolder:
         Raises:
             StoreUnavailable: the master does not answer; the next tick may find it again.
         """
+        self._unmount()
         record = self.record
         known, asked = self._client.exist([record.sentinel, ask_key(self._holder, record.epoch, self._asked)])
         if not known:
@@ -161,8 +163,7 @@ class SegmentHolder:
     def _fence(self) -> None:
         """Lend fresh memory instead of what the new master believes to be free."""
         old = self._current
-        with suppress(StoreError):
-            self._client.unmount(old.segment_id)
+        self._unmount(old.segment_id)
         now = time.monotonic()
         old.kept_until = old.kept_until or now + KEEP_SECONDS
         try:
@@ -189,14 +190,21 @@ class SegmentHolder:
                     populate(record.base, nbytes)  # Mooncake's own mapping of the same pages
                 self._claim_slot(record)
             except BaseException:
-                with suppress(StoreError):
-                    self._client.unmount(segment_id)
+                self._unmount(segment_id)
                 raise
         except BaseException:
             if memory is not None:
                 memory.close()  # it would keep the memory, and the next tick takes as much again
             raise
         return _Segment(record, segment_id, memory)
+
+    def _unmount(self, *segment_ids: str) -> None:
+        """Stop lending those, and what could not be taken back before, as far as the master answers."""
+        self._unwanted += [unwanted for unwanted in segment_ids if unwanted not in self._unwanted]
+        with suppress(StoreError):
+            while self._unwanted:
+                self._client.unmount(self._unwanted[0])
+                del self._unwanted[0]
 
     def _mount(self, memory: SharedMemory | None, nbytes: int) -> str:
         try:

@@ -256,3 +256,17 @@ def test_a_mount_that_was_not_answered_does_not_stand_in_the_way_of_the_next(una
             refused += 1
             assert refused <= unanswered + 2
     assert refused >= unanswered
+
+
+def test_a_segment_that_could_not_be_taken_back_is_taken_back_later() -> None:
+    """Mooncake would lend it to the next master again, beside the one that is meant."""
+    master = Mounting()
+    holder = holder_of(master)
+    master.restart()
+    master.failures["unmount"] = [StoreUnavailable("the master is away")] * 2
+    holder.tick()
+    assert holder.record.epoch == 1
+    assert [keys for operation, keys in master.calls if operation == "unmount"] == [("0",)]
+    for _ in range(3):
+        holder.tick()
+    assert [keys for operation, keys in master.calls if operation == "unmount"] == [("0",)] * 3
