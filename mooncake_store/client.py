@@ -31,6 +31,7 @@ from mooncake_store.errors import (
     StoreUnavailable,
 )
 from mooncake_store.master import probe_master
+from mooncake_store.traffic import Traffic
 from mooncake_store.wheel import load_mooncake
 
 # Read by Mooncake when it is imported or set up. Set only where the user has not: they bound how long a wrong or dead
@@ -104,27 +105,6 @@ class _Gate:
     def __init__(self) -> None:
         self.lanes = (threading.RLock(), threading.RLock())
         self.closed = False
-
-
-class Traffic:
-    """Bytes that a client's transfers moved to and from the memory of others. Safe to share between threads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._sent = self._received = 0
-
-    def sent(self, nbytes: int) -> None:
-        with self._lock:
-            self._sent += nbytes
-
-    def received(self, nbytes: int) -> None:
-        with self._lock:
-            self._received += nbytes
-
-    def counters(self) -> dict[str, int]:
-        """bytes_sent and bytes_received so far."""
-        with self._lock:
-            return {"bytes_sent": self._sent, "bytes_received": self._received}
 
 
 class MooncakeClient:

@@ -14,7 +14,6 @@ So the one digest covers the object, and a reader of some rows and columns can c
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -250,8 +249,3 @@ def as_numbers(data: Bytes, dtype: str, count: int, what: str) -> Numbers:
     if data.size != count * np.dtype(dtype).itemsize:
         raise IntegrityError(f"{what}: {data.size} bytes are not {count} numbers")
     return data.view(dtype).astype(np.int64)
-
-
-def sequence_of(numbers: Sequence[int]) -> Numbers:
-    """int64 array of what may be a range or a list."""
-    return np.asarray(numbers, dtype=np.int64)
