@@ -32,6 +32,9 @@ _NATIVE = {bool: np.dtype("bool"), int: np.dtype("int64"), float: np.dtype("floa
 
 # kind of a dtype -> kinds of the dtypes that convert to it without losing a fraction or the number itself
 _CONVERTS = {"b": "b", "i": "biu", "u": "biu", "f": "biuf", "c": "biufc"}
+_INTEGERS = [
+    (np.iinfo(code).min, np.iinfo(code).max, np.dtype(code)) for code in ("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<u8")
+]
 _MISFIT = (struct.error, OverflowError, TypeError, ValueError)
 
 
@@ -159,10 +162,9 @@ def pack_row(values: Sequence[Any], dtype: np.dtype[Any]) -> Array:
 
 def narrowest(low: int, high: int) -> np.dtype[Any]:
     """The narrowest integer dtype that holds numbers from `low` to `high`."""
-    for name in ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64"):
-        limits = np.iinfo(name)
-        if limits.min <= low and high <= limits.max:
-            return np.dtype(name).newbyteorder("<")
+    for least, most, dtype in _INTEGERS:
+        if least <= low and high <= most:
+            return dtype
     return np.dtype("<i8")
 
 

@@ -409,10 +409,20 @@ def narrowed(column: Column) -> Column:
     low = high = 0
     for array in arrays:
         if array.size:
-            low, high = min(low, int(array.min())), max(high, int(array.max()))
+            lowest, highest = _limits(array)
+            low, high = min(low, lowest), max(high, highest)
         if narrowest(low, high).itemsize >= column.stored.itemsize:
             return column
     return replace(column, stored=narrowest(low, high))
+
+
+def _limits(array: Array) -> tuple[int, int]:
+    """The lowest and the highest of some integers, or 0 for the lowest where none is negative."""
+    # In one pass: as unsigned numbers negative ones are the largest.
+    highest = int(np.maximum.reduce(array.view(f"<u{array.dtype.itemsize}"), axis=None))
+    if array.dtype.kind == "u" or not highest >> (8 * array.dtype.itemsize - 1):
+        return 0, highest
+    return int(array.min()), int(array.max())
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -53,6 +53,11 @@ class Selection:
         return self.fields is None and self.rows is None and self.partition is None and not self.slices
 
 
+def ordinary_memory(nbytes: int) -> Bytes:
+    """uint8 [nbytes]."""
+    return np.empty(nbytes, dtype=np.uint8)
+
+
 class Source(Protocol):
     """Where the bytes of an object come from."""
 
@@ -74,19 +79,24 @@ class Source(Protocol):
     def take(self, ranges: Sequence[Range]) -> list[Bytes]:
         """Fetch ranges that the batch will look into; called once. Nobody can write through what it returns."""
 
+    def spare(self, nbytes: int) -> Bytes:
+        """Memory (uint8 [nbytes]) for numbers that are not read as they are stored; it stays while a view lives."""
+
 
 class AtHand:
     """An object whose bytes (uint8 [nbytes]) are all here.
 
     Args:
         root: what `data` looks into; itself by default.
+        spare: see `Source.spare`; ordinary memory by default.
     """
 
-    def __init__(self, data: Bytes, root: Bytes | None = None) -> None:
+    def __init__(self, data: Bytes, root: Bytes | None = None, spare: Callable[[int], Bytes] = ordinary_memory) -> None:
         # Through a read-only memoryview: an array's own flag could be set back by whoever holds a view.
         self._data = np.frombuffer(data.data.toreadonly(), dtype=np.uint8)
         self.root = data if root is None else root
         self.nbytes = self.head_bytes = data.size
+        self.spare = spare
 
     def peek(self, ranges: Sequence[Range]) -> list[Bytes]:
         return [self._data[start:end] for start, end in ranges]
@@ -142,7 +152,13 @@ def read(source: Source, wanted: Selection, *, digest: str | None = None, verify
         with _naming(entry.name):
             slicing = wanted.slices.get(entry.name)
             columns[entry.name] = column_of(
-                entry, heads.index(entry.index), table.num_rows, source.nbytes - heads.head.nbytes, rows, slicing
+                entry,
+                heads.index(entry.index),
+                table.num_rows,
+                source.nbytes - heads.head.nbytes,
+                rows,
+                slicing,
+                source.spare,
             )
     _take(source, heads.head.nbytes, [lane for column in columns.values() for lane in column.lanes])
     result = {}

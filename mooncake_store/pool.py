@@ -83,8 +83,21 @@ class BufferPool:
         self._returned: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
         self._closed = False
 
-    def acquire(self, nbytes: int) -> Lease:
+    def spare(self, nbytes: int) -> Bytes:
+        """uint8 [nbytes] of a warm buffer where one can be had at once, else ordinary memory; writable.
+
+        A buffer comes back by itself when the last view is gone.
+        """
+        if nbytes >= GRANULE:
+            with suppress(StoreFull, StoreClosed):
+                return self.acquire(nbytes, wait=0).array
+        return np.empty(nbytes, dtype=np.uint8)
+
+    def acquire(self, nbytes: int, wait: float | None = None) -> Lease:
         """Lend `nbytes` of a warm buffer.
+
+        Args:
+            wait: seconds, instead of the pool's.
 
         Raises:
             StoreFull: the pool cannot hold so much, or nothing came back within the bounded wait.
@@ -97,7 +110,8 @@ class BufferPool:
                 f"raise local_buffer_size or put smaller batches",
                 retryable=False,
             )
-        deadline = time.monotonic() + self.wait
+        wait = self.wait if wait is None else wait
+        deadline = time.monotonic() + wait
         while True:
             with self._lock:
                 buffer = self._take(nbytes, min(size, self.max_bytes))
@@ -106,7 +120,7 @@ class BufferPool:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise StoreFull(
-                    f"no buffer of {nbytes} bytes came back in {self.wait:g} s: {self.lent_bytes} of {self.max_bytes} "
+                    f"no buffer of {nbytes} bytes came back in {wait:g} s: {self.lent_bytes} of {self.max_bytes} "
                     f"bytes are held by results or arrays still in use; drop them, or raise local_buffer_size"
                 )
             # In slices: another thread may collect what comes back, take one buffer of it and leave the rest free.
@@ -148,10 +162,11 @@ class BufferPool:
             buffer = min(fitting, key=lambda candidate: candidate.nbytes)
             self._free.remove(buffer)
             return buffer
-        while self._free and self._total() + size > self.max_bytes:
-            self._drop(self._free.pop())
-        if self._total() + size > self.max_bytes:
+        lent = self._total() - sum(buffer.nbytes for buffer in self._free)
+        if lent + size > self.max_bytes:  # and what is free stays warm
             return None
+        while self._total() + size > self.max_bytes:
+            self._drop(self._free.pop())
         buffer = _warm(size)
         if self._register is not None:
             self._register(buffer.address, buffer.nbytes)

@@ -106,7 +106,7 @@ class Reader:
             far = _FarCopy(ref, self._pool, parts, self._client, keys)
         if whole or ref.nbytes <= WHOLE_BYTES:
             (data,) = far.take([(0, ref.nbytes)])
-            return Stored(AtHand(data, far.root))
+            return Stored(AtHand(data, far.root, self._pool.spare))
         return Stored(far)
 
     def _in_place(self, view: Bytes, key: str, part: Frame) -> Stored:
@@ -126,7 +126,9 @@ class Reader:
             except StoreError:
                 return False
 
-        return Stored(AtHand(root), shared=True, loan=Loan(view[frame.NBYTES :], check, is_kept))
+        return Stored(
+            AtHand(root, spare=self._pool.spare), shared=True, loan=Loan(view[frame.NBYTES :], check, is_kept)
+        )
 
     def _view(self, location: Location, part: Frame) -> Bytes | None:
         """One part in mapped memory, its frame first; None where it is not mapped."""
@@ -192,7 +194,7 @@ class _Copy:
 
     def __init__(self, ref: BatchRef, pool: BufferPool, parts: Sequence[Frame]) -> None:
         self.nbytes, self.head_bytes, self.root = ref.nbytes, ref.head_bytes, _NOTHING
-        self._pool, self._parts = pool, parts
+        self._pool, self._parts, self.spare = pool, parts, pool.spare
 
     def peek(self, ranges: Sequence[tuple[int, int]]) -> list[Bytes]:
         return self._fetch(ranges)[0]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Annotated, Any, NamedTuple
+from itertools import chain
+from typing import Annotated, Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -16,6 +17,7 @@ from mooncake_store.errors import ConfigError, IntegrityError
 
 FORMAT = 1
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_EQUAL_IS_SAME = {int, str, type(None)}  # of these types; True equals 1
 UNSTAMPED = "default"  # the weight version an engine reports before its first update
 
 
@@ -160,27 +162,40 @@ def provenance(batch: Mapping[str, Any]) -> Provenance:
     Raises:
         TypeError: something else; names the column and the row.
     """
-    versions = list(_numbers(batch, "weight_versions", _version, "ints or decimal strings from 0 to 2**63 - 1"))
-    rollout_ids = list(_numbers(batch, "rollout_ids", _integer, "ints of 64 bits"))
+    versions = _numbers(batch, "weight_versions", _version, "ints or decimal strings from 0 to 2**63 - 1")
+    rollout_ids = _numbers(batch, "rollout_ids", _integer, "ints of 64 bits")
     return Provenance(min(versions, default=None), max(versions, default=None), min(rollout_ids, default=None))
 
 
-def _numbers(batch: Mapping[str, Any], column: str, read: Callable[[Any], int | None], allowed: str) -> Iterator[int]:
+def _numbers(batch: Mapping[str, Any], column: str, read: Callable[[Any], int | None], allowed: str) -> list[int]:
     values = _listed(batch.get(column))
-    for row, value in enumerate(values if isinstance(values, list | tuple) else [values]):
-        for item in value if isinstance(value, list | tuple) else [value]:
-            if item is None or (item == UNSTAMPED and column == "weight_versions"):
-                continue
-            number = read(item)
-            if number is None:
+    is_flat = set(map(type, values)) <= _EQUAL_IS_SAME
+    rows = [values] if is_flat else [value if type(value) is list else _listed(value) for value in values]
+    items = list(chain.from_iterable(rows))
+    if set(map(type, items)) <= _EQUAL_IS_SAME:
+        items = list(dict.fromkeys(items))  # a batch has few versions
+    numbers = [read(_plain(item)) for item in items if item is not None and not _is_unstamped(item, column)]
+    if None not in numbers:
+        return cast(list[int], numbers)
+    for row, value in enumerate(values):
+        for item in map(_plain, _listed(value)):
+            if item is not None and not _is_unstamped(item, column) and read(item) is None:
                 raise TypeError(f"column {column!r}, row {row}: {item!r:.80} is not allowed; allowed: {allowed}")
-            yield number
+    raise AssertionError("unreachable: one of them is not allowed")
 
 
-def _listed(value: Any) -> Any:
-    """Arrays and tensors as lists, at any depth of lists; the rest as it is."""
-    if isinstance(value, list | tuple):
-        return [_listed(item) for item in value]
+def _is_unstamped(item: Any, column: str) -> bool:
+    return column == "weight_versions" and type(item) is str and item == UNSTAMPED
+
+
+def _listed(value: Any) -> list[Any]:
+    """What an array, a tensor, a list or a tuple holds; any other value as the only one."""
+    value = _plain(value)
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _plain(value: Any) -> Any:
+    """Arrays, tensors and scalars as lists and numbers of Python; the rest as it is."""
     if isinstance(value, np.generic):
         return plain_scalar(value)
     return value.tolist() if is_array(value) else value

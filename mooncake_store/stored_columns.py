@@ -194,12 +194,19 @@ class _Index:
 
 
 def column_of(
-    entry: Entry, index: Bytes, num_rows: int, data_bytes: int, rows: ChosenRows, slicing: Slicing | None
+    entry: Entry,
+    index: Bytes,
+    num_rows: int,
+    data_bytes: int,
+    rows: ChosenRows,
+    slicing: Slicing | None,
+    spare: Callable[[int], Bytes],
 ) -> StoredColumn:
     """The column that an entry describes, of which `rows`, and `slicing` of each, are wanted.
 
     Args:
         data_bytes: of all columns.
+        spare: makes memory (uint8, of a number of bytes) for numbers that are stored in another dtype than they had.
 
     Raises:
         IntegrityError: the entry, or its index, contradicts itself.
@@ -216,9 +223,9 @@ def column_of(
     column: StoredColumn
     match entry:
         case DenseEntry():
-            column = _Dense(entry, parts, num_rows, rows)
+            column = _Dense(entry, parts, num_rows, rows, spare)
         case RaggedEntry():
-            column = _Ragged(entry, parts, num_rows, rows, slicing)
+            column = _Ragged(entry, parts, num_rows, rows, slicing, spare)
         case TreeEntry():
             column = _Tree(entry, parts, num_rows, rows)
     parts.end()
@@ -226,10 +233,13 @@ def column_of(
 
 
 class _Dense:
-    def __init__(self, entry: DenseEntry, index: _Index, num_rows: int, rows: ChosenRows) -> None:
+    def __init__(
+        self, entry: DenseEntry, index: _Index, num_rows: int, rows: ChosenRows, spare: Callable[[int], Bytes]
+    ) -> None:
         _check_shape(entry.item)
         self._entry, self._rows, self._num_rows = entry, rows, num_rows
-        self._dtype, self._stored = dtype_of(entry.dtype), dtype_of(entry.stored)
+        self._stored = dtype_of(entry.stored)
+        self._widened = _Widening(dtype_of(entry.dtype), self._stored, spare)
         self._stride = stride = self._stored.itemsize * math.prod(entry.item)
         buffer = entry.data
         if (buffer.rows, buffer.stride, buffer.nbytes) != (num_rows, stride, stride * num_rows):
@@ -259,15 +269,22 @@ class _Dense:
 
     def _array(self, data: Bytes, rows: int, index: slice | Numbers) -> Any:
         array = data.view(self._stored).reshape(rows, *self._entry.item)
-        return restore(_widened(array[index], self._dtype))
+        return restore(self._widened(array[index]))
 
 
 class _Ragged:
     def __init__(
-        self, entry: RaggedEntry, index: _Index, num_rows: int, rows: ChosenRows, slicing: Slicing | None
+        self,
+        entry: RaggedEntry,
+        index: _Index,
+        num_rows: int,
+        rows: ChosenRows,
+        slicing: Slicing | None,
+        spare: Callable[[int], Bytes],
     ) -> None:
         self._entry = entry
-        self._dtype, self._stored = dtype_of(entry.dtype), dtype_of(entry.stored)
+        self._stored = dtype_of(entry.stored)
+        self._widened = _Widening(dtype_of(entry.dtype), self._stored, spare)
         if not 0 <= entry.ndim <= MAX_RANK or not -1 <= entry.axis < max(1, entry.ndim) or entry.data.rows != num_rows:
             raise IntegrityError(f"{entry.data.rows} rows of rank {entry.ndim}, sliced along {entry.axis}")
         shapes = None
@@ -323,14 +340,14 @@ class _Ragged:
             rows = self._lane.cut(
                 self._starts,
                 self._ends,
-                lambda piece: _widened(piece.view(self._stored).reshape(-1, *item), self._dtype),
+                lambda piece: self._widened(piece.view(self._stored).reshape(-1, *item)),
                 self._unit,
             )
         else:
             flat = self._lane.cut(
                 self._starts,
                 self._ends,
-                lambda piece: _widened(piece.view(self._stored), self._dtype),
+                lambda piece: self._widened(piece.view(self._stored)),
                 self._stored.itemsize,
             )
             rows = list(map(np.ndarray.reshape, flat, map(tuple, self._shapes.tolist())))
@@ -428,13 +445,25 @@ def _limits(slicing: Slicing, lengths: Numbers) -> tuple[Numbers, Numbers]:
     return first, np.maximum(first, last)
 
 
-def _widened(array: Array, dtype: np.dtype[Any]) -> Array:
-    """The numbers in the dtype they had; a copy, as unchangeable as a view, where they are stored in another."""
-    if array.dtype == dtype:
-        return array
-    array = array.astype(dtype)
-    array.flags.writeable = False
-    return array
+@dataclass(frozen=True, slots=True)
+class _Widening:
+    """Makes numbers the dtype they had; a copy, as unchangeable as a view, where they are stored in another."""
+
+    dtype: np.dtype[Any]
+    stored: np.dtype[Any]
+    spare: Callable[[int], Bytes]
+
+    def __post_init__(self) -> None:
+        if self.dtype != self.stored and not (self.dtype.kind in "iu" and self.stored.kind in "iu"):
+            raise IntegrityError(f"numbers of {self.dtype} are stored as {self.stored}; only integers are narrowed")
+
+    def __call__(self, array: Array) -> Array:
+        if array.dtype == self.dtype:
+            return array
+        wide: Array = self.spare(array.size * self.dtype.itemsize).view(self.dtype).reshape(array.shape)
+        np.copyto(wide, array, casting="unsafe")  # uint8 to int8, too: the numbers fit
+        wide.flags.writeable = False
+        return wide
 
 
 def _as_it_is(piece: Bytes) -> Bytes:

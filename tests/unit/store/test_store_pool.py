@@ -112,3 +112,40 @@ def test_close_unregisters_and_leaves_views_valid() -> None:
     assert view.tolist() == [3] * 8
     with pytest.raises(StoreClosed):
         pool.acquire(10)
+
+
+def test_spare_memory_is_warm_and_comes_back_with_its_last_view() -> None:
+    pool = BufferPool(2 * GRANULE)
+    spare = pool.spare(GRANULE)
+    address, view = spare.ctypes.data, spare[8:].view(np.int64)
+    del spare
+    assert pool.lent_bytes == GRANULE
+    del view
+    assert pool.lent_bytes == 0
+    assert pool.acquire(GRANULE).address == address
+
+
+def test_without_room_spare_memory_is_ordinary() -> None:
+    pool = BufferPool(2 * GRANULE, wait=60)
+    held = pool.acquire(GRANULE + 1)
+    assert pool.spare(GRANULE).size == GRANULE  # at once: the bound is reached
+    assert pool.spare(3 * GRANULE).size == 3 * GRANULE  # more than the bound
+    assert pool.spare(100).size == 100  # too little to be worth a buffer
+    assert pool.spare(0).size == 0
+    assert pool.lent_bytes == 2 * GRANULE
+    held.release()
+    pool.close()
+    assert pool.spare(GRANULE).size == GRANULE
+
+
+def test_what_does_not_fit_leaves_free_buffers_warm() -> None:
+    dropped: list[int] = []
+    pool = BufferPool(3 * GRANULE, wait=0, unregister=dropped.append)
+    held, free = pool.acquire(2 * GRANULE), pool.acquire(GRANULE)
+    address = free.address
+    free.release()
+    with pytest.raises(StoreFull):
+        pool.acquire(2 * GRANULE)
+    assert dropped == []
+    assert pool.acquire(GRANULE).address == address
+    held.release()

@@ -116,11 +116,11 @@ def test_provenance_from_tensors() -> None:
 @pytest.mark.parametrize(
     "version",
     ["v7", "-1", "7.0", "", " 7", "\N{FULLWIDTH DIGIT SEVEN}", "9" * 19, "9" * 5000, -1,
-     2**63, True, 1.5, np.float32(1),
+     2**63, True, 1.0, 1.5, np.float32(1),
      np.bool_(True), np.datetime64(5, "ns"), ["7"], {"v": 7}, b"7", object()],
 )  # fmt: skip
 def test_a_version_that_is_none_is_named(version: Any) -> None:
-    for rows in ([["1"], [version]], [["1"], ["2", version]]):
+    for rows in ([["1"], [version]], [["1"], ["2", version]], [1, [1, version]], [1, [version, 1]]):
         with pytest.raises(TypeError, match=r"column 'weight_versions', row 1: .*decimal"):
             provenance({"weight_versions": rows})
     if not isinstance(version, list):

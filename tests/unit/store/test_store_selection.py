@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mooncake_store import IntegrityError, ValueSpec
-from mooncake_store.decode import Range, Selection, decode, read
+from mooncake_store.decode import Range, Selection, decode, ordinary_memory, read
 from mooncake_store.encode import Encoded, encode
 from mooncake_store.format import BLOCK_BYTES
 from tests.unit.store.test_store_layout import EVERYTHING, SLICED, same
@@ -31,6 +32,7 @@ class Far:
         self.root = np.zeros(0, dtype=np.uint8)
         self.nbytes = encoded.nbytes
         self.head_bytes = encoded.head_bytes if head_bytes is None else head_bytes
+        self.spare = ordinary_memory
 
     def read(self, **wanted: Any) -> dict[str, Any]:
         return read(self, Selection(**wanted))
@@ -291,3 +293,53 @@ def test_what_is_small_or_no_integer_is_stored_as_it_is() -> None:
     }
     assert encode(batch, narrow=True).nbytes == encode(batch).nbytes
     assert BLOCK_BYTES == 4096
+
+
+@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize("rows", [None, [2, 3], [1, 6]])
+def test_what_is_widened_lies_in_memory_of_the_source(dense: bool, rows: list[int] | None) -> None:
+    array = np.arange(8 * 2000, dtype=np.int64).reshape(8, 2000) % 200
+    far = Far(encode({"x": array if dense else list(array), "y": np.ones((8, 2000))}, narrow=True))
+    lent: list[np.ndarray] = []
+    far.spare = lambda nbytes: lent.append(np.zeros(nbytes, dtype=np.uint8)) or lent[-1]
+    found = far.read(rows=rows)["x"]
+    assert lent
+    for row, expected in zip(found, array if rows is None else array[rows], strict=True):
+        assert np.array_equal(row, expected)
+        assert any(np.shares_memory(row, memory) for memory in lent)
+        assert not row.flags.writeable
+
+
+@pytest.mark.parametrize(("dtype", "stored_as"), [("float32", "int8"), ("int32", "float16"), ("bfloat16", "uint16")])
+@pytest.mark.parametrize("dense", [True, False])
+def test_only_integers_are_widened(dtype: str, stored_as: str, dense: bool) -> None:
+    array = np.zeros((4, 100), dtype=np.int32)
+    encoded = encode({"x": array if dense else list(array)})
+    for part in encoded._parts.values():
+        entry = part.entry
+        part.entry = lambda digest, entry=entry: msgspec.structs.replace(entry(digest), dtype=dtype, stored=stored_as)
+    encoded._place()
+    with pytest.raises(IntegrityError, match="column 'x'"):
+        decode(stored(encoded))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"])
+@pytest.mark.parametrize("numbers", [[0, 1], [0, 127], [-1, 1], [-128, 127], [0, 255], [-129, 0], [0, 40000], []])
+def test_the_narrowest_dtype_that_holds_them_is_stored(dtype: str, numbers: list[int]) -> None:
+    info = np.iinfo(dtype)
+    for extra in ([], [info.min], [info.max], [info.min, info.max]):
+        values = [number for number in numbers + extra if info.min <= number <= info.max]
+        wide = np.zeros((256, 1024), dtype=dtype)
+        wide[-1, : 2 * len(values) : 2] = values
+        for array in (wide, np.asfortranarray(wide), wide[:, ::-1]):
+            for column in (array, list(array)):
+                encoded = encode({"x": column}, narrow=True)
+                assert np.array_equal(np.array(decode(stored(encoded))["x"]), array)
+                entry = next(iter(encoded._parts.values())).entry(b"")
+                assert np.dtype(entry.stored).itemsize == np.min_scalar_type(_span(values)).itemsize
+
+
+def _span(values: list[int]) -> int:
+    """A number that needs as many bytes as the lowest and the highest together."""
+    low, high = min([0, *values]), max([0, *values])
+    return high if low == 0 else min(low, -high - 1)
