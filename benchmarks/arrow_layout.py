@@ -9,17 +9,17 @@ has none. docs/format.md has what this printed.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 import pyarrow as arrow
 
-from benchmarks.statistics import Spread, spread_of
 from benchmarks.transport.targets import LOAD
 from benchmarks.transport.workload import LAYERS, ROUTED, TOP_K, SharedNumbers, Workload, batch_of, mapped
+from benchmarks.turns import milliseconds, seconds_in_turns
 from mooncake_store.arrays import Bytes
 from mooncake_store.decode import decode
 from mooncake_store.encode import encode
@@ -42,23 +42,26 @@ def compare(variant: str, batch: dict[str, Any], repeats: int) -> None:
     """Measure both, turn by turn, and print medians and their ratio."""
     nbytes = encode(batch).nbytes
     ours, theirs = np.ones(nbytes, dtype=np.uint8), np.ones(nbytes + SPARE, dtype=np.uint8)
-    steps: dict[str, Callable[[], Any]] = {
-        "our put": lambda: encode(batch).write_into(ours),
-        "their put": lambda: write(batch, theirs),
-        "our get": lambda: decode(ours.data.toreadonly(), verify=False),
-        "their get": lambda: read(theirs),
+
+    def our_put() -> None:
+        encode(batch).write_into(ours)
+
+    def our_get() -> None:
+        decode(ours.data.toreadonly(), verify=False)
+
+    def their_get() -> None:
+        read(theirs)
+
+    steps: dict[str, Callable[[], None]] = {
+        "our put": our_put,
+        "their put": partial(write, batch, theirs),
+        "our get": our_get,
+        "their get": their_get,
     }
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(repeats + 1):
-        for name, step in steps.items():
-            began = time.perf_counter()
-            step()
-            if turn:  # the first one warms up
-                seconds[name].append(time.perf_counter() - began)
+    found = seconds_in_turns(repeats, steps)
     got = read(theirs)
     assert all(map(np.array_equal, got["tokens"], batch["tokens"]))
-    found = {name: spread_of(values) for name, values in seconds.items()}
-    print(f"{variant}, {nbytes / 1e6:.0f} MB: " + ", ".join(f"{name} {_ms(spread)}" for name, spread in found.items()))
+    print(f"{variant}, {nbytes / 1e6:.0f} MB: {milliseconds(found)}")
     for what in ("put", "get"):
         print(f"  {what}: Arrow takes {found[f'their {what}'].median / found[f'our {what}'].median:.2f} times as long")
 
@@ -101,10 +104,6 @@ def _values(name: str, column: Any) -> Any:
     if arrow.types.is_large_binary(kind):
         return list(map(msgspec.msgpack.decode, column.to_pylist()))
     return column.to_pylist() if arrow.types.is_string(kind) else np.asarray(column)
-
-
-def _ms(spread: Spread) -> str:
-    return f"{1e3 * spread.median:.2f} ms ({1e3 * spread.low:.2f} to {1e3 * spread.high:.2f})"
 
 
 if __name__ == "__main__":
