@@ -11,8 +11,10 @@ import errno
 import mmap
 import os
 import select
+import weakref
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 
 import msgspec
 import numpy as np
@@ -25,6 +27,7 @@ PROBE_BYTES = 64
 _NAME = "mooncake_segment"  # of the memfd
 _ANOTHER_FILE = "its path leads to another file here (another PID namespace)"
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # linux/mman.h, madvise; Linux 5.14
+_POPULATE_BYTES = 64 << 20  # at a time: what a mapping that ends has to wait for
 
 
 class SegmentRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -104,6 +107,9 @@ class Mapping:
         found = self.bytes[record.probe_at : record.probe_at + PROBE_BYTES].tobytes().hex()
         if found != record.probe:
             raise CannotMap("the probe is not where it should be")
+        if writable:
+            # A put into pages that this process never touched takes twice as long (measured); a large segment has many.
+            Thread(target=_enter_pages, args=(weakref.ref(self),), name="mooncake pages", daemon=True).start()
 
     def holder_lives(self) -> bool:
         """Whether the process that lends this memory still runs (stopped counts as running)."""
@@ -158,12 +164,21 @@ class SharedMemory:
 
 
 def populate(address: int, nbytes: int, writable: bool = True) -> None:
-    """Enter the pages into this process's page table, so that the first transfer does not fault on each of them.
+    """Enter pages into this process's page table, so that the first transfer does not fault on each of them.
 
     A hint: an older kernel refuses it and pages come one by one. Faults halve the speed of a first write (measured).
     """
     libc = ctypes.CDLL(None)
     libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _POPULATE_WRITE if writable else _POPULATE_READ)
+
+
+def _enter_pages(mapping: weakref.ref[Mapping]) -> None:
+    """Populate a mapping as long as it is used."""
+    start = 0
+    while (held := mapping()) is not None and start < held.bytes.size:
+        populate(held.bytes.ctypes.data + start, min(_POPULATE_BYTES, held.bytes.size - start))
+        start += _POPULATE_BYTES
+        del held
 
 
 def mapped_at(descriptor: int, address: int) -> int | None:

@@ -283,7 +283,7 @@ def columns(rows: int) -> st.SearchStrategy[Any]:
         of(st.booleans()),
         of(st.integers(-(2**63), 2**63 - 1)),
         of(st.floats()),
-        of(trees),
+        of(trees).filter(fits),
         of(st.none() | arrays),
         of(bfloat16),
         of(st.lists(st.integers(-9, 9), max_size=4)),
@@ -291,8 +291,15 @@ def columns(rows: int) -> st.SearchStrategy[Any]:
         of(st.lists(st.booleans(), max_size=4)),
         of(hnp.arrays(np.int32, hnp.array_shapes(min_dims=2, max_dims=2, min_side=0, max_side=3))),
         hnp.arrays(np.float16, st.tuples(st.just(rows), st.integers(0, 3))),
-        trees,
+        trees.filter(fits),
     )
+
+
+def fits(column: Any) -> bool:
+    """Whether no number of what may be a column of numbers, or rows of them, is refused for exceeding int64."""
+    rows = column if isinstance(column, list) else []
+    numbers = [number for row in rows for number in (row if isinstance(row, list) else [row])]
+    return all(type(number) is not int or number < 2**63 for number in numbers)
 
 
 batches = st.integers(0, 4).flatmap(

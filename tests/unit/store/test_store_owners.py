@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+import threading
+import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +112,34 @@ def test_a_segment_is_mapped_once_and_let_go_when_it_is_lent_no_more() -> None:
     owners.refresh()
     assert not owners._mapped
     assert view[0] == 7  # a view outlives what it was made from
+
+
+def resident(mapping: Mapping) -> int:
+    """Bytes of a mapping that are in this process's page table."""
+    address, inside = mapping.bytes.ctypes.data, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if not first.endswith(":"):
+            start, end = (int(bound, 16) for bound in first.split("-"))
+            inside = start <= address < end
+        elif inside and first == "Rss:":
+            return int(line.split()[1]) << 10
+    raise AssertionError("it is not mapped")
+
+
+def test_a_writer_has_all_pages_before_it_writes() -> None:
+    segment = Lent("a", nbytes=200 << 20)
+    mapping, reading = Mapping(segment.record, writable=True), Mapping(segment.record, writable=False)
+    deadline = time.monotonic() + 60
+    while resident(mapping) < segment.record.nbytes:
+        assert time.monotonic() < deadline, f"{resident(mapping)} bytes of {segment.record.nbytes} are there"
+        time.sleep(0.01)
+    assert resident(reading) < 1 << 20
+    assert not any(thread.name == "mooncake pages" and thread.join(60) for thread in threading.enumerate())
+    view = weakref.ref(mapping.bytes)
+    del mapping
+    gc.collect()
+    assert view() is None
 
 
 @pytest.mark.parametrize("writable", [True, False])
