@@ -100,7 +100,7 @@ def test_a_fresh_run_keeps_every_batch_in_services_that_are_new_for_each_variant
     document.write_text((Path(__file__).parents[3] / "docs/benchmarks.md").read_text())
 
     ours = replace(PEERS["ours"], writer=partial(LoggingWriter, log), serve=partial(logging_serve, log))
-    names = ["ours", "ours-network", "ray", "bundle", "memcpy"]
+    names = ["ours", "ours-network", "ray", "memcpy"]
     flags = ["--quick", "--fresh", "--repeats", "2", "--peers", *names, "--output", str(tmp_path / "out")]
     command.run(bench_parser().parse_args(["transport", *flags, "--document", str(document)]), {**PEERS, "ours": ours})
     found = measurements.read(tmp_path / "out/measurements.jsonl")
