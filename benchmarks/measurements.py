@@ -62,6 +62,11 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     scale: dict[str, int] | None = None
     format: int = FORMAT
 
+    @property
+    def fresh(self) -> bool:
+        """Whether each put had to take memory that its store had not used."""
+        return bool(self.settings.get("fresh"))
+
 
 def this_machine() -> tuple[Machine, dict[str, str]]:
     """This machine, and the versions of Python and of the parts that are installed."""

@@ -93,14 +93,26 @@ def _add_transport(names: Any) -> None:
         nargs="+",
         metavar="NAME",
         help="ours, ours-verified, ours-network, ray, bundle, bundle-own, transfer-queue, memcpy, raw (default: all "
-        "that are installed; with --scaling ours ours-network ray)",
+        "that are installed; with --fresh ours ray bundle memcpy, with --scaling ours ours-network ray)",
     )
-    how.add_argument("--repeats", type=int, metavar="N", help="rounds (default: 9; with --quick or --scaling 3)")
     how.add_argument(
-        "--warmup", type=int, metavar="N", help="rounds before those (default: 2; with --quick or --scaling 1)"
+        "--repeats", type=int, metavar="N", help="rounds (default: 9; with --quick, --fresh or --scaling 3)"
+    )
+    how.add_argument(
+        "--warmup",
+        type=int,
+        metavar="N",
+        help="rounds before those (default: 2; with --quick, --fresh or --scaling 1)",
     )
     how.add_argument(
         "--quick", action="store_true", help="a run of seconds that proves only that it works (default: off)"
+    )
+    how.add_argument(
+        "--fresh",
+        action="store_true",
+        help="remove no batch before its variant ends, and start stores anew for the next, so that every put lands in "
+        "memory that its store has not used; takes the memory of all its batches (default: off: a batch is removed "
+        "after its turn, and its memory used again)",
     )
     how.add_argument(
         "--scaling",

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.processes import SpawnedProcess
 from benchmarks.transport.mooncake import connected, missing
-from benchmarks.transport.peers import Held, Loaded, Peer
+from benchmarks.transport.peers import Held, Loaded, Peer, Room
 from mooncake_store import MasterProcess
 
 # Codec and dtype by column, as miles passes them. "auto" columns become meta_info, all others non_tensor_batch.
@@ -37,10 +37,8 @@ _EXTRA = 256 << 20  # bytes of segments and buffers beyond what the batches take
 
 @dataclass(frozen=True)
 class _Service:
-    """capacity: bytes of batches that the segment has room for."""
-
     master: str
-    capacity: int
+    room: Room
 
 
 class BundleWriter:
@@ -115,31 +113,31 @@ class SegmentOwner:
 
 
 @contextmanager
-def serve_with_owner(capacity: int, directory: Path) -> Iterator[_Service]:
+def serve_with_owner(room: Room, directory: Path) -> Iterator[_Service]:
     """A master, and a process that lends the memory."""
     with (
         MasterProcess(directory / "mooncake_master-bundle.log") as master,
-        SpawnedProcess("bundle-owner", directory, SegmentOwner, master.address, _segment(capacity)),
+        SpawnedProcess("bundle-owner", directory, SegmentOwner, master.address, _segment(room)),
     ):
-        yield _Service(master.address, capacity)
+        yield _Service(master.address, room)
 
 
 @contextmanager
-def serve_alone(capacity: int, directory: Path) -> Iterator[_Service]:
+def serve_alone(room: Room, directory: Path) -> Iterator[_Service]:
     """A master; the writer lends the memory."""
     with MasterProcess(directory / "mooncake_master-bundle-own.log") as master:
-        yield _Service(master.address, capacity)
+        yield _Service(master.address, room)
 
 
-def _segment(capacity: int) -> int:
+def _segment(room: Room) -> int:
     # Objects are not pinned: nothing may be evicted, which begins at 90 %.
-    return int(1.2 * capacity) + _EXTRA
+    return int(1.2 * room.stored) + _EXTRA
 
 
 def _transfer(service: _Service, segment: int | None) -> Any:
     from mooncake.structured_object_store import MooncakeBundleTransfer
 
-    store = connected(service.master, segment, int(1.2 * service.capacity) + _EXTRA)
+    store = connected(service.master, segment, int(1.2 * service.room.moved) + _EXTRA)
     return MooncakeBundleTransfer(store, key_prefix="miles-object-store")
 
 
@@ -148,7 +146,7 @@ def _writer(service: _Service) -> BundleWriter:
 
 
 def _owning_writer(service: _Service) -> BundleWriter:
-    return BundleWriter(service, _segment(service.capacity))
+    return BundleWriter(service, _segment(service.room))
 
 
 PEERS = (

@@ -31,12 +31,12 @@ def run(arguments: argparse.Namespace, peers: Mapping[str, Peer] = PEERS) -> Non
         BenchFailed: a peer failed, a payload was wrong, or with --check a target was missed.
     """
     settings = resolve(arguments, peers)
-    mark = "scaling" if settings.scaling else "transport"
+    mark = "scaling" if settings.scaling else "fresh" if settings.fresh else "transport"
     if settings.scaling and (arguments.compare or arguments.check):
         raise ConfigError("--scaling has no targets and nothing to compare; leave out --check and --compare")
     old = measurements.read(arguments.compare) if arguments.compare else []
     if old:
-        compare.check_same_load(old, {workload.variant: workload.load() for workload in settings.workloads})
+        compare.check_same_load(old, {workload.variant: settings.load(workload) for workload in settings.workloads})
     if arguments.document:
         markdown.check_document(arguments.document, mark)
     recorder = _measure(settings)
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace, peers: Mapping[str, Peer] = PEERS) -> Non
         pictures = scaling.draw(recorder.measurements, settings.peers, settings.output)
     else:
         text = report.text(recorder.measurements, settings.peers, found, settings.skipped)
-        pictures = plot.draw(recorder.measurements, settings.peers, settings.output)
+        pictures = plot.draw(recorder.measurements, settings.peers, settings.output, mark)
     page = settings.output / f"{mark}.md"
     page.write_text(text + "\n")
     print(text)
@@ -64,11 +64,11 @@ def run(arguments: argparse.Namespace, peers: Mapping[str, Peer] = PEERS) -> Non
 
 
 def _measure(settings: Settings) -> Recorder:
-    recorder = Recorder(settings.run, settings.output)
+    recorder = Recorder(settings)
     if recorder.path.exists():
         raise ConfigError(f"--output {settings.output} has the measurements of another run; name another directory")
     work = scaling if settings.scaling else rounds
-    capacity = work.capacity(settings)
+    parts = [(part, work.capacity(part)) for part in rounds.parts(settings)]
     try:
         settings.logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -76,13 +76,14 @@ def _measure(settings: Settings) -> Recorder:
     steps = Steps(work.turns(settings))
     for reason in settings.skipped:
         steps.say(f"not measured: {reason}")
-    steps.say(f"run {settings.run}: starting what {', '.join(peer.name for peer in settings.peers)} need")
     resource_tracker.ensure_running()  # Python's own process, which ends with this one: it is none of ours
-    with (
-        no_descendant_left(),
-        stage.services(settings.peers, capacity, settings.logs) as running,
-        in_order(),  # not before: an exception in the midst of Ray's start may end this process by a signal
-        steps,
-    ):
-        work.measure(settings, running, recorder, steps)
+    for part, capacity in parts:
+        steps.say(f"run {part.run}: starting what {', '.join(peer.name for peer in part.peers)} need")
+        with (
+            no_descendant_left(),
+            stage.services(part.peers, capacity, rounds.kept(part), part.logs) as running,
+            in_order(),  # not before: an exception in the midst of Ray's start may end this process by a signal
+            steps,
+        ):
+            work.measure(part, running, recorder, steps)
     return recorder

@@ -15,7 +15,7 @@ from benchmarks.processes import SpawnedProcess
 from benchmarks.transport.bundle_transfer import SegmentOwner
 from benchmarks.transport.digests import digests_of
 from benchmarks.transport.mooncake import check, connected, missing
-from benchmarks.transport.peers import Held, Loaded, Peer
+from benchmarks.transport.peers import Held, Loaded, Peer, Room
 from benchmarks.transport.workload import Bytes
 from mooncake_store import MasterProcess
 from mooncake_store.segment import populate
@@ -103,9 +103,9 @@ class RawReader:
 
 
 @contextmanager
-def serve(capacity: int, directory: Path) -> Iterator[_Service]:
+def serve(room: Room, directory: Path) -> Iterator[_Service]:
     """A master, and a process that lends the memory."""
-    segment = int(1.2 * capacity) + (64 << 20)
+    segment = int(1.2 * room.stored) + (64 << 20)
     with (
         MasterProcess(directory / "mooncake_master-raw.log") as master,
         SpawnedProcess("raw-owner", directory, SegmentOwner, master.address, segment) as owner,

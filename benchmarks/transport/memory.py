@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -68,23 +69,27 @@ class PeakMemory:
         return nbytes
 
 
-def check_fits(payload: int, items: int, peers: Sequence[Peer], variant: str, readers: int = 1) -> None:
+def check_fits(payload: int, items: int, peers: Sequence[Peer], variant: str, readers: int = 1, kept: int = 0) -> None:
     """Raise ConfigError when the peers together take more memory than there is now.
 
     Args:
-        payload: bytes of what lies in the store at a time.
+        payload: bytes of what is moved at a time.
         items: Python objects that it consists of where it is lists.
         readers: of the batch at a time.
+        kept: bytes that each peer leaves in its store, if it has one.
     """
     per_peer = sum(int(peer.footprint * payload) + _PROCESSES + (readers - 1) * _PROCESSES // 2 for peer in peers)
+    stores = Counter(peer.service for peer in peers if peer.reader)
+    per_store = sum(max(sharing * kept - payload, 0) for sharing in stores.values())  # one batch is in the footprint
     lists = items * _OBJECT * (len(peers) + 2) if variant == "lists" else 0
-    need, have = payload + per_peer + lists, available_bytes()
+    need, have = payload + per_peer + per_store + lists, available_bytes()
     if need > have:
+        staying, less = (f", {show(kept)} of it in the store of each", " fewer --repeats,") if kept else ("", "")
         raise ConfigError(
             f"variant {variant!r}: a batch of {show(payload)} takes about {show(need)} with {len(peers)} peers at a "
-            f"time, {show(have)} are available; measure fewer --peers or --variants, or a smaller batch"
+            f"time{staying}, {show(have)} are available; measure fewer --peers or --variants,{less} or a smaller batch"
         )
-    on_ray = sum(peer.footprint for peer in peers if peer.name == "ray") * payload
+    on_ray = sum(int(peer.footprint * payload) + max(kept - payload, 0) for peer in peers if peer.name == "ray")
     free = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else 0
     if on_ray > free:
         raise ConfigError(

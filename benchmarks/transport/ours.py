@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.transport.peers import Held, Loaded, Peer
+from benchmarks.transport.peers import Held, Loaded, Peer, Room
 from mooncake_store import BatchRef, MasterProcess, ObjectStore, open_store
 from mooncake_store.config import resolve
 from mooncake_store.holder import start_holder
 
-_ROOM = 1.2  # of a segment: the allocator's classes of sizes are an eighth apart
+_SLACK = 0.2  # batches that a segment has room for beyond those it keeps: the allocator's sizes are an eighth apart
 _EXTRA = 64 << 20  # and for records and alignment
 
 
@@ -52,15 +52,15 @@ class OurReader:
 
 
 @contextmanager
-def serve(capacity: int, directory: Path) -> Iterator[dict[str, Any]]:
+def serve(room: Room, directory: Path) -> Iterator[dict[str, Any]]:
     """A master and the segment holder of this node; yields init_kwargs."""
     with MasterProcess(directory / "mooncake_master-ours.log") as master:
         init_kwargs = {
             "master_server_address": master.address,
             "protocol": "tcp",
             "local_hostname": "127.0.0.1",
-            "global_segment_size": int(_ROOM * capacity) + _EXTRA,
-            "local_buffer_size": int(_ROOM * capacity) + _EXTRA,
+            "global_segment_size": int(room.stored + _SLACK * room.moved) + _EXTRA,
+            "local_buffer_size": int((1 + _SLACK) * room.moved) + _EXTRA,
         }
         holder = start_holder(resolve(init_kwargs, {}), directory / "segment-holder.log")
         try:

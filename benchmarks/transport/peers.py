@@ -65,8 +65,21 @@ def nothing_missing() -> str:
     return ""
 
 
+@dataclass(frozen=True)
+class Room:
+    """What a service has room for, in bytes of batches.
+
+    Attributes:
+        moved: of what is put or got at a time, which a process's buffers must hold.
+        stored: of all that lies in its store at a time.
+    """
+
+    moved: int
+    stored: int
+
+
 @contextmanager
-def no_service(_capacity: int, _directory: Path) -> Iterator[None]:
+def no_service(_room: Room, _directory: Path) -> Iterator[None]:
     """Of what needs no other process."""
     yield None
 
@@ -82,7 +95,7 @@ class Peer:
         reader: the same of the reading side; None where there is nothing to get.
         footprint: bytes that it takes while a batch is moved, its service's included, per byte of the payload.
         service: what must run; peers that name the same share it.
-        serve: runs it, with room for a number of bytes of batches and a directory for its logs.
+        serve: runs it, given what it must have room for and a directory for its logs.
         on_ray: whether its processes are Ray actors.
         missing: why it cannot be measured here, and what to do about it; empty when it can.
     """
@@ -93,6 +106,6 @@ class Peer:
     reader: Callable[[Any], Reader] | None
     footprint: float
     service: str = ""
-    serve: Callable[[int, Path], AbstractContextManager[Any]] = no_service
+    serve: Callable[[Room, Path], AbstractContextManager[Any]] = no_service
     on_ray: bool = False
     missing: Callable[[], str] = nothing_missing

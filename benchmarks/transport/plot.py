@@ -16,8 +16,8 @@ from miles_plugin.report.plot import INK
 _OPERATIONS = ("put", "get")
 
 
-def draw(measurements: Sequence[Measurement], peers: Sequence[Peer], directory: Path) -> Sequence[Path]:
-    """Write transport.png and transport.svg; return their paths."""
+def draw(measurements: Sequence[Measurement], peers: Sequence[Peer], directory: Path, name: str) -> Sequence[Path]:
+    """Write `name`.png and `name`.svg; return their paths."""
     seconds = seconds_of(measurements)
     variants = gathered(measurements, lambda item: item.variant)
     sizes = {item.variant: item.bytes for item in measurements}
@@ -40,8 +40,8 @@ def draw(measurements: Sequence[Measurement], peers: Sequence[Peer], directory: 
     item = measurements[0]
     return figures.save(
         directory,
-        "transport",
-        "A rollout batch from one process to another",
+        name,
+        f"A rollout batch from one process to another{', into memory never used' if item.fresh else ''}",
         f"median and quartiles of {len({m.round for m in measurements})} rounds, shorter is better · {item.machine} · "
         f"run {item.run}",
         paint,

@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.transport.peers import Held, Loaded, Peer
+from benchmarks.transport.peers import Held, Loaded, Peer, Room
 
-_ROOM = 2.2  # of the object store, for the batch that is put and the one before
+_STORED = 1.4  # of the object store per byte it holds: from 80 % on Ray moves objects to the disk
+_FREED = 0.8  # and for the batch before, which is not gone at once when it is freed
 _EXTRA = 128 << 20
 
 
@@ -53,16 +54,16 @@ class RayReader:
 
 
 @contextmanager
-def cluster(capacity: int) -> Iterator[None]:
-    """A Ray of our own, which this process is connected to, with room for `capacity` bytes of batches."""
+def cluster(room: Room) -> Iterator[None]:
+    """A Ray of our own, which this process is connected to."""
     from miles_plugin.cluster import NodeSpec, local_cluster
 
     checkout = str(Path(__file__).parents[2])
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [checkout, before]))  # of the workers
     try:
-        # Freed objects are not gone at once.
-        with local_cluster(NodeSpec(cpus=2, object_store_bytes=int(_ROOM * capacity) + _EXTRA), []):
+        nbytes = int(_STORED * room.stored + _FREED * room.moved) + _EXTRA
+        with local_cluster(NodeSpec(cpus=2, object_store_bytes=nbytes), []):
             yield
     finally:
         del os.environ["PYTHONPATH"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.measurements import Measurement, append, this_machine
+from benchmarks.transport.settings import Settings
 from benchmarks.transport.workload import Workload
 
 FILE_NAME = "measurements.jsonl"
@@ -18,11 +19,11 @@ class Recorder:
         path: of the file of JSON lines.
     """
 
-    def __init__(self, run: str, output: Path) -> None:
-        self._run = run
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
         self._machine, self._versions = this_machine()
         self.measurements: list[Measurement] = []
-        self.path = output / FILE_NAME
+        self.path: Path = settings.output / FILE_NAME
 
     def add(
         self,
@@ -38,8 +39,8 @@ class Recorder:
     ) -> None:
         """Add one; see `Measurement`."""
         measurement = Measurement(
-            run=self._run,
-            settings=workload.load(),
+            run=self._settings.run,
+            settings=self._settings.load(workload),
             variant=workload.variant,
             peer=peer,
             operation=operation,

@@ -13,6 +13,15 @@ from benchmarks.transport.targets import LOAD, Result, memory_ratio
 from miles_plugin.report import units
 
 _NOTHING = ""
+_USED = (
+    "Into used memory: every batch was removed after its turn, and every put landed in memory that its store had used "
+    "before."
+)
+_FRESH = (
+    "Into memory never used: no batch was removed before its variant ended, and every put landed in memory that its "
+    "store had not used. The pages of ours exist since its segment holder started, and its writer maps each when it "
+    "first writes there; memcpy copies between warm pages, as ever."
+)
 
 
 def text(
@@ -20,10 +29,15 @@ def text(
 ) -> str:
     """Everything, as Markdown: where and with what, a table per variant, the targets."""
     labels = {peer.name: peer.label for peer in peers}
-    parts = [_circumstances(measurements)]
+    fresh = measurements[0].fresh
+    parts = [_circumstances(measurements), _FRESH if fresh else _USED]
     parts += [_variant(measurements, variant, labels) for variant in gathered(measurements, lambda item: item.variant)]
     if found:
         parts.append(_targets(found))
+    if not fresh and any(result.set_fresh for result in found):
+        parts.append(
+            "The targets against Ray and BundleTransfer were set for memory never used, which --fresh measures."
+        )
     if found and any(item.settings | LOAD != item.settings for item in measurements):
         parts.append(
             "{samples} samples of {shortest} to {longest} tokens are what the targets are meant for.".format(**LOAD)
@@ -34,10 +48,10 @@ def text(
 
 def _circumstances(measurements: Sequence[Measurement]) -> str:
     item = measurements[0]
-    rounds = len(gathered(measurements, lambda measurement: str(measurement.round)))
+    rounds = len({measurement.round for measurement in measurements})
     versions = ", ".join(f"{part} {version}" for part, version in item.versions.items())
     return (
-        f"Run {item.run} on {item.machine}; {versions}. {rounds} rounds in which all take turns; median, quartiles in "
+        f"Run {item.run} on {item.machine}; {versions}. Rounds in which all take turns: {rounds}; median, quartiles in "
         f"brackets. Written {time.strftime('%Y-%m-%d')}."
     )
 

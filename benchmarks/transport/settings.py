@@ -7,7 +7,7 @@ import importlib.util
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.transport import bundle_transfer, limits, ours, ray_objects, transfer_queue
@@ -36,6 +36,7 @@ class Defaults:
 FULL = Defaults()
 QUICK = Defaults(32, (128, 1024), ("numpy", "lists"), None, 3, 1)
 SCALING = Defaults(4096, (128, 384), ("numpy",), ("ours", "ours-network", "ray"), 3, 1)
+FRESH_PEERS = ("ours", "ray", "bundle", "memcpy")  # whom the targets name: every batch of every other stays, too
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Settings:
         peers: in the order of tables.
         skipped: what was left out, and why.
         repeats, warmup: rounds.
-        quick, scaling: which kind of run it is.
+        quick, fresh, scaling: which kind of run it is.
         output: directory for what it writes.
     """
 
@@ -59,6 +60,7 @@ class Settings:
     repeats: int
     warmup: int
     quick: bool
+    fresh: bool
     scaling: bool
     output: Path
 
@@ -66,6 +68,10 @@ class Settings:
     def logs(self) -> Path:
         """Directory of what the processes print."""
         return self.output / "logs"
+
+    def load(self, workload: Workload) -> dict[str, int]:
+        """What determines the load beside its variant, by name: two runs can be compared where these are equal."""
+        return workload.load() | ({"fresh": True} if self.fresh else {})
 
 
 def resolve(arguments: argparse.Namespace, known: Mapping[str, Peer] = PEERS) -> Settings:
@@ -78,7 +84,11 @@ def resolve(arguments: argparse.Namespace, known: Mapping[str, Peer] = PEERS) ->
     Raises:
         ConfigError: a value that cannot be used, with the flag and what is allowed.
     """
+    if arguments.fresh and arguments.scaling:
+        raise ConfigError("--fresh and --scaling are two kinds of run; give one of them")
     defaults = SCALING if arguments.scaling else QUICK if arguments.quick else FULL
+    if arguments.fresh:
+        defaults = replace(defaults, peers=FRESH_PEERS, repeats=3, warmup=1)
     shortest, longest = arguments.tokens or defaults.tokens
     if not 2 <= shortest <= longest <= _MAX_TOKENS:
         raise ConfigError(f"--tokens {shortest} {longest}: allowed is 2 <= LO <= HI <= {_MAX_TOKENS}")
@@ -108,6 +118,7 @@ def resolve(arguments: argparse.Namespace, known: Mapping[str, Peer] = PEERS) ->
         repeats=_at_least(1, "--repeats", arguments.repeats, 3 if arguments.quick else defaults.repeats),
         warmup=_at_least(1, "--warmup", arguments.warmup, defaults.warmup),
         quick=arguments.quick,
+        fresh=arguments.fresh,
         scaling=arguments.scaling,
         output=arguments.output or Path("runs") / f"transport-{run}",
     )

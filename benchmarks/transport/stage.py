@@ -1,4 +1,4 @@
-"""What runs while batches are moved: services for the whole run, and per workload and peer a writer and readers."""
+"""What runs while batches are moved: services, and per workload and peer a writer and readers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.processes import ActorProcess, Process, SpawnedProcess
 from benchmarks.transport import ray_objects
 from benchmarks.transport.digests import digests_of
-from benchmarks.transport.peers import Peer
+from benchmarks.transport.peers import Peer, Room
 from benchmarks.transport.roles import ReadingRole, WritingRole
 from benchmarks.transport.workload import SharedNumbers, Workload, batch_of, mapped, stamp
 
@@ -66,15 +66,25 @@ class Batch:
 
 
 @contextmanager
-def services(peers: Sequence[Peer], capacity: int, directory: Path) -> Iterator[dict[str, Any]]:
-    """Run what the peers need, with room for `capacity` bytes of batches; yields its values by name of service."""
+def services(peers: Sequence[Peer], capacity: int, kept: int, directory: Path) -> Iterator[dict[str, Any]]:
+    """Run what the peers need; yields its values by name of service.
+
+    Args:
+        capacity: bytes of batches that are moved at a time.
+        kept: bytes of batches that each peer leaves in its store.
+    """
+
+    def room(those: Sequence[Peer]) -> Room:
+        return Room(capacity, max(capacity, len(those) * kept)) if those else Room(0, 0)
+
     with ExitStack() as stack:
         if any(peer.on_ray for peer in peers):
-            stack.enter_context(ray_objects.cluster(capacity if any(p.name == "ray" for p in peers) else 0))
+            stack.enter_context(ray_objects.cluster(room([peer for peer in peers if peer.name == "ray"])))
         running: dict[str, Any] = {}
         for peer in peers:
             if peer.service not in running:
-                running[peer.service] = stack.enter_context(peer.serve(capacity, directory))
+                sharing = [other for other in peers if other.service == peer.service]
+                running[peer.service] = stack.enter_context(peer.serve(room(sharing), directory))
         yield running
 
 

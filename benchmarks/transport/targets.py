@@ -9,7 +9,9 @@ from benchmarks.measurements import Measurement
 from benchmarks.statistics import Cell, Seconds, Spread, ratio, seconds_of
 
 _OURS, _NETWORK = "ours", "ours-network"
-# How many times as long a peer takes, at least, by variant.
+_RAY, _BUNDLE = "x Ray", "x BundleTransfer"
+# How many times as long a peer takes, at least, by variant: derived where each put took memory that its store had not
+# used, as in a fresh run.
 _TIMES_RAY = {
     "put": {"numpy": 5.0, "torch": 10.0, "lists": 1.3, "routed": 4.0},
     "get": {"numpy": 1.0, "torch": 20.0, "lists": 20.0, "routed": 1.0},
@@ -51,6 +53,11 @@ class Result:
     def met(self) -> bool:
         return self.found.median <= self.wanted if self.at_most else self.found.median >= self.wanted
 
+    @property
+    def set_fresh(self) -> bool:
+        """Whether it was derived from puts into memory that no store had used."""
+        return self.what in (_RAY, _BUNDLE)
+
 
 def results(measurements: Sequence[Measurement]) -> list[Result]:
     """Every target whose two sides were measured, in the order of variants."""
@@ -63,9 +70,9 @@ def results(measurements: Sequence[Measurement]) -> list[Result]:
 def _speeds(seconds: Seconds) -> Iterator[Result]:
     for operation in ("put", "get"):
         for variant, wanted in _TIMES_RAY[operation].items():
-            yield from _times(seconds, variant, operation, _OURS, "ray", "x Ray", wanted)
+            yield from _times(seconds, variant, operation, _OURS, "ray", _RAY, wanted)
         for variant, wanted in _TIMES_BUNDLE[operation].items():
-            yield from _times(seconds, variant, operation, _OURS, "bundle", "x BundleTransfer", wanted)
+            yield from _times(seconds, variant, operation, _OURS, "bundle", _BUNDLE, wanted)
         for variant in _RAW_VARIANTS:
             raw = "put_from" if operation == "put" else "get_into"
             yield from _times(seconds, variant, operation, _NETWORK, "raw", f"network path, of raw {raw}", _OF_RAW)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.transport import mooncake, ray_objects
-from benchmarks.transport.peers import Held, Loaded, Peer
+from benchmarks.transport.peers import Held, Loaded, Peer, Room
 from benchmarks.transport.workload import RAGGED
 from mooncake_store import MasterProcess
 
@@ -76,17 +76,16 @@ def missing() -> str:
 
 
 @contextmanager
-def serve(capacity: int, directory: Path) -> Iterator[dict[str, Any]]:
+def serve(room: Room, directory: Path) -> Iterator[dict[str, Any]]:
     """A master; yields TransferQueue's settings."""
     with MasterProcess(directory / "mooncake_master-transfer-queue.log") as master:
-        room = int(_ROOM * capacity) + _EXTRA
         yield {
             "auto_init": False,
             "metadata_server": "P2PHANDSHAKE",
             "master_server_address": master.address,
             "local_hostname": "127.0.0.1",
-            "global_segment_size": room,
-            "local_buffer_size": room,
+            "global_segment_size": int(_ROOM * room.stored) + _EXTRA,
+            "local_buffer_size": int(_ROOM * room.moved) + _EXTRA,
         }
 
 

@@ -121,6 +121,11 @@ class Workload:
         """Of the payload: the ragged columns' numbers as a trainer needs them, and the rest as JSON."""
         return self.number_bytes() + len(json.dumps(self.texts()))
 
+    @property
+    def stored_bytes(self) -> int:
+        """Of a stored copy, at most: of lists some peers keep numbers of eight bytes."""
+        return self.nbytes + (self.number_bytes() if self.variant == "lists" else 0)
+
     def number_bytes(self) -> int:
         """The same of the ragged columns alone."""
         tokens, responses = self.lengths().sum(axis=0).tolist()

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 
 from benchmarks import measurements
 from benchmarks.transport import command
-from benchmarks.transport.ours import OurReader
-from benchmarks.transport.peers import Held
+from benchmarks.transport.ours import OurReader, OurWriter
+from benchmarks.transport.peers import Held, Room
 from benchmarks.transport.settings import PEERS
+from benchmarks.transport.workload import Workload
 from miles_plugin.bench_commands import BenchFailed, bench_parser
 
 pytestmark = pytest.mark.integration
@@ -64,6 +66,59 @@ def test_a_quick_run_measures_every_peer_in_every_round_and_shows_it(tmp_path: P
 
     flags = ["--peers", "ours", "memcpy", "--output", str(tmp_path / "again"), "--check", "--compare"]
     command.run(bench_parser().parse_args([*SMALL, *flags, str(tmp_path / "out/measurements.jsonl")]))
+    assert not children()
+
+
+class LoggingWriter(OurWriter):
+    """Writes down what it is asked for."""
+
+    def __init__(self, log: Path, service: Any) -> None:
+        super().__init__(service)
+        self._log = log
+
+    def put(self) -> Any:
+        note(self._log, "put")
+        return super().put()
+
+    def remove(self, ref: Any) -> None:
+        note(self._log, "remove")
+        super().remove(ref)
+
+
+def logging_serve(log: Path, room: Room, directory: Path) -> Any:
+    note(log, f"serve {room.stored}")
+    return PEERS["ours"].serve(room, directory)
+
+
+def note(log: Path, words: str) -> None:
+    with log.open("a") as file:
+        file.write(f"{words} ")
+
+
+def test_a_fresh_run_keeps_every_batch_in_services_that_are_new_for_each_variant(tmp_path: Path) -> None:
+    document, log = tmp_path / "page.md", tmp_path / "calls"
+    document.write_text((Path(__file__).parents[3] / "docs/benchmarks.md").read_text())
+
+    ours = replace(PEERS["ours"], writer=partial(LoggingWriter, log), serve=partial(logging_serve, log))
+    names = ["ours", "ours-network", "ray", "memcpy"]
+    flags = ["--quick", "--fresh", "--repeats", "2", "--peers", *names, "--output", str(tmp_path / "out")]
+    command.run(bench_parser().parse_args(["transport", *flags, "--document", str(document)]), {**PEERS, "ours": ours})
+    found = measurements.read(tmp_path / "out/measurements.jsonl")
+    assert log.read_text().split() == [
+        word
+        for variant in ("numpy", "lists")
+        for stored in [2 * 3 * Workload(variant, 32, 128, 1024, seed=0).stored_bytes]  # two peers share the segment
+        for word in ["serve", str(stored), *["put"] * 3, *["remove"] * 3]
+    ]
+    assert all(item.settings["fresh"] is True for item in found)
+    counted = Counter((item.variant, item.peer, item.operation) for item in found)
+    for variant in ("numpy", "lists"):
+        assert all(counted[variant, name, "put"] == 2 for name in names)
+        assert all(counted[variant, name, "get"] == 2 for name in names if name != "memcpy")
+    table = (tmp_path / "out/fresh.md").read_text()
+    assert "Into memory never used" in table
+    assert table.strip() in document.read_text()
+    assert (tmp_path / "out/fresh.png").exists()
     assert not children()
 
 

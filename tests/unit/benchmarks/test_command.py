@@ -18,7 +18,7 @@ from benchmarks.transport.memory import PeakMemory, check_fits
 from benchmarks.transport.settings import PEERS, Settings, resolve
 from miles_plugin import bench_commands, cli
 from mooncake_store.errors import ConfigError
-from tests.unit.benchmarks.made import measured, memory
+from tests.unit.benchmarks.made import LOAD, measured, memory
 
 ROOT = Path(__file__).parents[3]
 
@@ -46,6 +46,18 @@ def test_flags_win_over_what_quick_and_scaling_bring() -> None:
     assert scaling.turns(settings("--scaling", "--quick")) == 6 * 3 * 4
 
 
+def test_a_fresh_run_is_another_load_with_few_rounds_and_the_peers_of_the_targets() -> None:
+    for flags, samples in (([], 512), (["--quick"], 32)):
+        found = settings("--fresh", *flags)
+        assert (found.repeats, found.warmup, found.workloads[0].samples) == (3, 1, samples)
+        assert [peer.name for peer in found.peers] == ["ours", "ray", "bundle", "memcpy"]
+        (workload, *_), used = found.workloads, settings(*flags)
+        assert found.load(workload) == workload.load() | {"fresh": True}
+        assert used.load(workload) == workload.load(), "lines of before there was this flag are compared as they were"
+    found = settings("--fresh", "--repeats", "5", "--warmup", "2", "--peers", "raw", "ours-network")
+    assert (found.repeats, found.warmup, [peer.name for peer in found.peers]) == (5, 2, ["ours-network", "raw"])
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -58,6 +70,7 @@ def test_flags_win_over_what_quick_and_scaling_bring() -> None:
         (["--peers", "rai"], "--peers rai: allowed are ours, "),
         (["--payload-gib", "0"], "--payload-gib 0"),
         (["--payload-gib", "1", "--samples", "5"], "--samples and --payload-gib"),
+        (["--fresh", "--scaling"], "--fresh and --scaling are two kinds of run"),
     ],
 )
 def test_a_value_that_cannot_be_used_is_named_with_its_flag(flags: list[str], said: str) -> None:
@@ -143,6 +156,19 @@ def test_another_load_than_the_targets_own_is_said() -> None:
     assert "no |" in text
 
 
+def test_the_state_of_the_memory_is_said_and_in_which_the_targets_were_set() -> None:
+    peers, elsewhere = [PEERS["ours"], PEERS["ray"]], "set for memory never used, which --fresh measures"
+    for load, said, other in ((LOAD, "Into used memory", elsewhere), (LOAD | {"fresh": True}, "Into memory never", "")):
+        run = measured("ours", "put", [1.0], load=load) + measured("ray", "put", [9.0], load=load)
+        text = report.text(run, peers, targets.results(run), [])
+        assert said in text
+        assert (elsewhere in text) is bool(other)
+        assert "**Targets**: 1 of 1 met" in text
+        assert "are what the targets are meant for" not in text
+    alone = measured("ours", "put", [1.0], "routed") + measured("memcpy", "put", [1.0], "routed")
+    assert elsewhere not in report.text(alone, peers, targets.results(alone), []), "a memcpy is the same in both"
+
+
 def cells_of(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
@@ -150,7 +176,7 @@ def cells_of(line: str) -> list[str]:
 def test_a_table_is_inserted_between_its_marks_and_again(tmp_path: Path) -> None:
     path = tmp_path / "page.md"
     path.write_text((ROOT / "docs/benchmarks.md").read_text())
-    for name in ("transport", "scaling"):
+    for name in ("transport", "fresh", "scaling"):
         markdown.check_document(path, name)
     before = path.read_text()
     markdown.insert(path, "transport", "| the first |")

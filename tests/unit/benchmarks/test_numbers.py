@@ -132,6 +132,12 @@ def test_runs_of_different_loads_are_not_compared() -> None:
     compare.check_same_load(OLD, {"numpy": LOAD, "routed": LOAD})
     with pytest.raises(ConfigError, match=r"'samples': 512.*'samples': 8"):
         compare.check_same_load(OLD, {"numpy": {**LOAD, "samples": 8}})
+    fresh = measured("ours", "put", [1.0], load={**LOAD, "fresh": True})
+    compare.check_same_load(fresh, {"numpy": {**LOAD, "fresh": True}})
+    with pytest.raises(ConfigError, match="'fresh': True} in the earlier run"):
+        compare.check_same_load(fresh, {"numpy": LOAD})
+    with pytest.raises(ConfigError, match="'fresh': True} in this"):
+        compare.check_same_load(OLD, {"numpy": {**LOAD, "fresh": True}})
     with pytest.raises(ConfigError, match="none of the variants lists"):
         compare.check_same_load(OLD, {"lists": LOAD})
     with pytest.raises(ConfigError, match="in common"):
