@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.transport import ours
+from benchmarks.transport.peers import Room
 from benchmarks.transport.targets import LOAD
 from benchmarks.transport.workload import SharedNumbers, Workload, batch_of, mapped
 from benchmarks.turns import milliseconds, seconds_in_turns
@@ -71,7 +72,10 @@ def without_network(batch: Mapping[str, Any], saved: int, repeats: int) -> None:
 
 def over_loopback(batch: Mapping[str, Any], nbytes: int, repeats: int) -> None:
     """Print how long puts and gets take over TCP."""
-    with tempfile.TemporaryDirectory() as directory, ours.serve(2 * nbytes, Path(directory)) as init_kwargs:
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        ours.serve(Room(nbytes, 2 * nbytes), Path(directory)) as init_kwargs,
+    ):
         stores = {way: network_store(init_kwargs, narrow) for way, narrow in WAYS.items()}
         try:
             for what in ("put", "get"):

@@ -15,6 +15,7 @@ from mooncake_store.holder import start_holder
 
 _SLACK = 0.2  # batches that a segment has room for beyond those it keeps: the allocator's sizes are an eighth apart
 _EXTRA = 64 << 20  # and for records and alignment
+_BUFFERS = 1.5  # batches that fit into buffers: what is fetched, and what of it is widened
 
 
 class OurWriter:
@@ -60,7 +61,7 @@ def serve(room: Room, directory: Path) -> Iterator[dict[str, Any]]:
             "protocol": "tcp",
             "local_hostname": "127.0.0.1",
             "global_segment_size": int(room.stored + _SLACK * room.moved) + _EXTRA,
-            "local_buffer_size": int((1 + _SLACK) * room.moved) + _EXTRA,
+            "local_buffer_size": int(_BUFFERS * room.moved) + _EXTRA,
         }
         holder = start_holder(resolve(init_kwargs, {}), directory / "segment-holder.log")
         try:
@@ -88,5 +89,5 @@ def _peer(name: str, label: str, footprint: float, **more: Any) -> Peer:
 PEERS = (
     _peer("ours", "ours", 1.2),  # the segment, which the three share
     _peer("ours-verified", "ours, verify=always", 0.0, verify="always"),
-    _peer("ours-network", "ours, network path", 2.1, share_memory=False),
+    _peer("ours-network", "ours, network path", 2.4, share_memory=False),
 )

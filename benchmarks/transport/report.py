@@ -19,8 +19,8 @@ _USED = (
 )
 _FRESH = (
     "Into memory never used: no batch was removed before its variant ended, and every put landed in memory that its "
-    "store had not used. The pages of ours exist since its segment holder started, and its writer maps each when it "
-    "first writes there; memcpy copies between warm pages, as ever."
+    "store had not used. The pages of ours exist since its segment holder started, and its writer enters them "
+    "into its page table in the background; memcpy copies between warm pages, as ever."
 )
 
 

@@ -211,7 +211,7 @@ def test_what_stays_counts_when_a_run_must_fit(tmp_path: Path, monkeypatch: pyte
     run = settings([PEERS[name] for name in (*OURS, "memcpy")], tmp_path, "--variants", "routed", "--fresh")
     (workload,) = run.workloads
     # The batch; segment, buffers and the target of a memcpy; what the three keep, one batch being in the footprint.
-    need = (1 + 1.2 + 2.1 + 1.0 + 3 * 4 - 1) * workload.nbytes + 4 * memory._PROCESSES
+    need = (1 + 1.2 + 2.4 + 1.0 + 3 * 4 - 1) * workload.nbytes + 4 * memory._PROCESSES
     monkeypatch.setattr(memory, "available_bytes", lambda: int(need) + 8)
     rounds.capacity(run)
     monkeypatch.setattr(memory, "available_bytes", lambda: int(need) - 8)
