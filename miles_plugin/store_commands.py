@@ -65,7 +65,8 @@ def ls_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"{_PROG} ls",
         description="List the runs that have something in a store, and who lends it memory. A run is dead when its "
-        "process is seen to be gone, or else its heartbeat does not change for 45 seconds: to say so takes as long.",
+        "process is seen to be gone, or, where it cannot be seen, its heartbeat does not change for 45 seconds: to say "
+        "so takes as long.",
     )
     _add_store(parser)
     _add_metrics(parser)

@@ -2,7 +2,8 @@
 
 A claim is alive while its heartbeat changes before the eyes of whoever asks. No clock is compared with another's, and
 none that can be set: only the observer's own monotonic one counts. Where the claimant can be seen, in the same PID
-namespace, its absence is proof, and nobody has to wait.
+namespace, its absence is proof, and nobody has to wait; and so is its presence, however silent: a process that was
+stopped in the midst of a put would write on, in memory that was freed and given to others.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from mooncake_store.client import MooncakeClient
-from mooncake_store.errors import ConfigError, IntegrityError, StoreError, StoreUnavailable
+from mooncake_store.errors import ConfigError, IntegrityError, StoreClosed, StoreError, StoreUnavailable
 from mooncake_store.records import Records
 from mooncake_store.ref import check_run_id
 from mooncake_store.segment import boot_id
@@ -52,10 +53,15 @@ class Claimant(msgspec.Struct, frozen=True):
 
     def is_gone(self) -> bool:
         """Whether it certainly runs no more. False also when it cannot be seen from here."""
+        return self._can_be_seen() and _identity(self.pid) != self.process
+
+    def is_here(self) -> bool:
+        """Whether it certainly runs still, or was stopped: then it may go on writing where it was."""
+        return self._can_be_seen() and _identity(self.pid) == self.process
+
+    def _can_be_seen(self) -> bool:
         namespace, _, _ = self.process.rpartition("/")
-        if not namespace or namespace != _namespace():
-            return False
-        return _identity(self.pid) != self.process
+        return bool(namespace) and namespace == _namespace()
 
 
 def _namespace() -> str:
@@ -114,7 +120,8 @@ def living(records: Records, run_ids: Iterable[str], seconds: float | None = Non
     """The runs whose heartbeat changes, watched together; returns as soon as every run is known to be alive or dead.
 
     Args:
-        seconds: to watch each, instead of SILENT_SECONDS, UNCLAIMED_SECONDS, or not at all when its process is gone.
+        seconds: to watch each, instead of SILENT_SECONDS, UNCLAIMED_SECONDS, or not at all when its process is seen
+            to be gone, or to be there.
 
     What holds up the one who asks, a master or a holder that stalls, may hold up the heartbeats, too: silence counts
     from the last answer that was late.
@@ -123,8 +130,9 @@ def living(records: Records, run_ids: Iterable[str], seconds: float | None = Non
         StoreUnavailable: the master does not answer, or answers too late for too long.
     """
     first = {run_id: _beat_of(records, run_id) for run_id in run_ids}
-    alive: set[str] = set()
-    silence = {run_id: _patience(owner_of(records, run_id), seconds) for run_id in first}
+    owners = {run_id: owner_of(records, run_id) for run_id in first}
+    alive = {run_id for run_id, owner in owners.items() if owner is not None and owner.is_here()}
+    silence = {run_id: _patience(owner, seconds) for run_id, owner in owners.items() if run_id not in alive}
     left = {run_id: patience for run_id, patience in silence.items() if patience > 0}
     given_up = time.monotonic() + max(silence.values(), default=0.0) + GIVE_UP_SECONDS
     while left:
@@ -200,9 +208,9 @@ class RunClaim:
         pid = os.getpid()
         self._mine = Claimant(uuid.uuid4().hex, socket.gethostname(), pid, _identity(pid))
         self._lock = threading.RLock()  # a signal handler may close the store in the midst of `take`
-        self._held = False
+        self._held = self._released = False
         self._lost: Claimant | None = None
-        self._beats = 0
+        self._beats, self._beaten = 0, time.monotonic()
 
     def take(self, segment: str, restarted: bool = False) -> None:
         """Claim the run, once; the records go to `segment`. What a dead owner of the same id left is swept.
@@ -213,10 +221,13 @@ class RunClaim:
         Raises:
             ConfigError: a living process owns the run, or took it away from this one.
             StoreFull, StoreUnavailable: the claim could not be written.
+            StoreClosed: it was released.
         """
         with self._lock:
             if self._lost is not None:
                 raise self._in_use(self._lost)
+            if self._released:
+                raise StoreClosed(f"the store of run {self._run_id!r} was closed while a batch was put")
             if not self._held:
                 self._take(segment, restarted)
                 self._held = True
@@ -241,9 +252,19 @@ class RunClaim:
             except StoreError as error:
                 self._beat_anew(segments, error)
 
+    def check(self) -> None:
+        """Raise StoreUnavailable when this process was silent for so long that others may have freed its memory."""
+        silent = time.monotonic() - self._beaten
+        if silent > SILENT_SECONDS:
+            raise StoreUnavailable(
+                f"this process showed no sign of life for {silent:.0f} s: its run may have been swept, and the memory "
+                f"that it writes into given to others; put the batch again"
+            )
+
     def release(self) -> None:
-        """Give the run id up; what the run put stays until it is removed or swept. Best effort."""
+        """Give the run id up for good; what the run put stays until it is removed or swept. Best effort."""
         with self._lock:
+            self._released = True
             if self._held:
                 self._held = False
                 with suppress(StoreError):
@@ -292,7 +313,9 @@ class RunClaim:
     def _beat(self, segment: str) -> None:
         self._beats += 1
         beat = f"{self._mine.token} {self._beats}".encode()
+        began = time.monotonic()
         self._records.replace(beat_key(self._run_id), beat, segment)
+        self._beaten = began
 
     def _in_use(self, owner: Claimant | None) -> ConfigError:
         return ConfigError(

@@ -36,6 +36,13 @@ class Selection:
     def __post_init__(self) -> None:
         if isinstance(self.fields, str):
             raise TypeError(f"fields is a sequence of names: [{self.fields!r}], not {self.fields!r}")
+        # As plain values, which can be compared.
+        if self.fields is not None:
+            object.__setattr__(self, "fields", list(self.fields))
+        if self.rows is not None and not isinstance(self.rows, slice):
+            object.__setattr__(self, "rows", list(map(_row_number, self.rows)))
+        slices = {name: cut if isinstance(cut, slice) else list(cut) for name, cut in self.slices.items()}
+        object.__setattr__(self, "slices", slices)
         if self.rows is not None and self.partition is not None:
             raise TypeError("rows and partition are two ways to name rows; give one of them")
 
@@ -240,15 +247,16 @@ def _selected(rows: Rows, num_rows: int) -> slice | Numbers:
         return slice(None)
     if isinstance(rows, slice):
         return rows
-    numbers = []
     for row in rows:
-        if isinstance(row, bool | np.bool_):
-            raise TypeError("rows are row numbers, not a mask; pass numpy.flatnonzero(mask)")
-        number = operator.index(row)
-        if not -num_rows <= number < num_rows:
-            raise IndexError(f"row {number} of a batch of {num_rows} rows")
-        numbers.append(number % num_rows)
-    return np.array(numbers, dtype=np.int64)
+        if not -num_rows <= row < num_rows:
+            raise IndexError(f"row {row} of a batch of {num_rows} rows")
+    return np.array([row % num_rows for row in rows], dtype=np.int64)
+
+
+def _row_number(row: Any) -> int:
+    if isinstance(row, bool | np.bool_):
+        raise TypeError("rows are row numbers, not a mask; pass numpy.flatnonzero(mask)")
+    return operator.index(row)
 
 
 def _take(source: Source, data_at: int, lanes: Sequence[Lane]) -> None:

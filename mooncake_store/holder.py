@@ -36,6 +36,7 @@ from mooncake_store import frame
 from mooncake_store.arrays import Bytes
 from mooncake_store.client import Limits, MooncakeClient
 from mooncake_store.config import MooncakeConfig, resolve
+from mooncake_store.decode import check
 from mooncake_store.errors import IntegrityError, StoreError, StoreFull, StoreUnavailable
 from mooncake_store.process import ManagedProcess
 from mooncake_store.records import Records
@@ -73,7 +74,10 @@ _U63 = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """An object to copy out of the memory of before a restart: key, offset of its frame there, and what that says."""
+    """An object to copy out of the memory of before a restart: key, offset of its frame there, and what that says.
+
+    `digest` is of the whole batch: of one in one part, which readers may see in place, it is asked for again.
+    """
 
     key: str
     offset: _U63
@@ -82,6 +86,7 @@ class Kept(msgspec.Struct, frozen=True):
     parts: _U32
     part_bytes: _U63
     object_bytes: _U63
+    digest: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
     @property
     def frame(self) -> frame.Frame:
@@ -301,6 +306,8 @@ class SegmentHolder:
             raise IntegrityError(f"{nbytes} bytes at {wanted.offset} exceed {old.record.nbytes} bytes")
         source = old.bytes[wanted.offset : wanted.offset + nbytes]
         wanted.frame.check(source)
+        if wanted.parts == 1:  # a frame may outlive its payload, where the batch was removed before the restart
+            check(source[frame.NBYTES :], wanted.digest.hex())
         self._client.allocate([wanted.key], [frame.footprint(wanted.part_bytes)], self.record.name)
         self._client.commit([wanted.key])
         location = self._client.locate([wanted.key])[0]

@@ -31,7 +31,7 @@ class Ledger:
         self._entries: dict[str, _Entry] = {}
 
     def expect(self, ref: BatchRef, readers: Collection[Hashable]) -> None:
-        """Keep a batch until each of `readers` has acknowledged it.
+        """Keep a batch until each of `readers` has acknowledged it; before any of them gets its ref.
 
         Raises:
             ValueError: no reader, or the batch is expected already.

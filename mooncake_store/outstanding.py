@@ -125,9 +125,9 @@ class Outstanding:
             until = time.monotonic() + KEEP_SECONDS  # then the holder has nothing left to publish
             for key, copy in lost.items():
                 self._may_come[key] = [part.key for part in copy.parts], until
-        parts = [part for copy in lost.values() for part in copy.parts]
-        for some in _batches(parts, _PER_ASK):
-            self._ask(new, Ask(old.epoch, [_kept(part) for part in some if part.offset is not None]))
+        wanted = [_kept(copy, part) for copy in lost.values() for part in copy.parts if part.offset is not None]
+        for some in _batches(wanted, _PER_ASK):
+            self._ask(new, Ask(old.epoch, list(some)))
         self._asked[old.sentinel] = _Asked(new, lost, 0, time.monotonic() + ANSWER_SECONDS)
         self._settle(old.sentinel)
 
@@ -156,7 +156,7 @@ class Outstanding:
                     moved = tuple(
                         Part(part.key, part.frame, offset) for part, offset in zip(copy.parts, offsets, strict=True)
                     )
-                    copies.append(Copy(asked.new, moved))
+                    copies.append(Copy(asked.new, moved, copy.digest))
                 self._set(key, copies)
                 if copies:
                     continue
@@ -227,6 +227,7 @@ def _follows(record: SegmentRecord, old: SegmentRecord) -> bool:
     return record.holder == old.holder and record.epoch > old.epoch
 
 
-def _kept(part: Part) -> Kept:
+def _kept(copy: Copy, part: Part) -> Kept:
     said = part.frame
-    return Kept(part.key, part.offset or 0, said.id, said.part, said.parts, said.part_bytes, said.object_bytes)
+    numbers = said.part, said.parts, said.part_bytes, said.object_bytes
+    return Kept(part.key, part.offset or 0, said.id, *numbers, bytes.fromhex(copy.digest))

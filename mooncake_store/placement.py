@@ -2,7 +2,8 @@
 
 The order makes a copy safe: memory is allocated; then the segment's sentinel is looked for, so that memory which a
 restarted master believes to be free is never written; then the commit word of what was there is cleared, the payload
-written, and the frame put in front, its own commit word last.
+written, and the frame put in front, its own commit word last. Between steps the writer asks whether it was silent for
+too long, and at last whether the store still has the object.
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A whole copy of an object with one owner."""
+    """A whole copy of an object with one owner; `digest` is of the object, 32 hex digits."""
 
     owner: SegmentRecord
     parts: tuple[Part, ...]
+    digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +81,21 @@ class Writer:
 
     Args:
         pool: warm registered buffers, of which a put over the network takes two windows.
+        check: called before each step of a put; raises StoreUnavailable when this process's memory may have been freed.
         chunk_bytes: largest part, unless an object would have more than MAX_PARTS; None for objects in one part
             wherever they fit.
     """
 
     def __init__(
-        self, client: MooncakeClient, owners: Owners, pool: BufferPool, limits: Limits, chunk_bytes: int | None
+        self,
+        client: MooncakeClient,
+        owners: Owners,
+        pool: BufferPool,
+        limits: Limits,
+        chunk_bytes: int | None,
+        check: Callable[[], None],
     ) -> None:
-        self._client, self._owners, self._pool, self._limits = client, owners, pool, limits
+        self._client, self._owners, self._pool, self._limits, self._check = client, owners, pool, limits, check
         self._chunk_bytes = chunk_bytes
         # Sends one window while the next is filled.
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="mooncake windows")
@@ -122,31 +131,29 @@ class Writer:
                 f"{len(owners)} segment holders serve this master, {replica_num} replicas need one each; start more "
                 f"(`miles-mooncake holder`, one per node), or lower replica_num"
             )
-        largest = max(owner.nbytes for owner in owners)
+        largest = sorted((owner.nbytes for owner in owners), reverse=True)[replica_num - 1]
         if payload.nbytes + frame.NBYTES > largest:
+            which = "largest segment that is lent" if replica_num == 1 else f"segment no. {replica_num} by size"
             raise StoreFull(
-                f"a batch of {payload.nbytes} bytes exceeds the {largest} bytes of the largest segment that is lent; "
-                f"lend a larger one (global_segment_size), or put smaller batches",
+                f"a batch of {payload.nbytes} bytes exceeds the {largest} bytes of the {which}, for {replica_num} "
+                f"replicas; lend a larger one (global_segment_size), or put smaller batches",
                 retryable=False,
             )
         claim(owners[0].name)
         identity = uuid.uuid4()
         key = f"{prefix}/{identity.hex}"
-        digest = ""
         copies: list[Copy] = []
         refused: StoreError | None = None
         try:
             for owner in owners:
                 try:
-                    copy, written = self._copy(owner, key, len(copies), identity.bytes, payload)
-                    copies.append(copy)
-                    if written != (digest or written):
+                    copies.append(self._copy(owner, key, len(copies), identity.bytes, payload))
+                    if copies[-1].digest != copies[0].digest:
                         raise ValueError("the batch was changed while it was put: its copies differ")
-                    digest = written
                 except (StoreFull, StoreUnavailable) as error:
                     refused = error
                 if len(copies) == replica_num:
-                    return Written(key, digest, tuple(copies))
+                    return Written(key, copies[0].digest, tuple(copies))
             raise refused or StoreFull("no holder took the object")
         except BaseException:
             for copy in copies:
@@ -166,8 +173,8 @@ class Writer:
         """End the thread that sends; idempotent."""
         self._sender.shutdown(wait=False)
 
-    def _copy(self, owner: SegmentRecord, key: str, copy: int, identity: bytes, payload: Payload) -> tuple[Copy, str]:
-        """Write one copy to one owner, in parts small enough for the holes it has; also its digest."""
+    def _copy(self, owner: SegmentRecord, key: str, copy: int, identity: bytes, payload: Payload) -> Copy:
+        """Write one copy to one owner, in parts small enough for the holes it has."""
         part_bytes = min(self._chunk_bytes or payload.nbytes, payload.nbytes)
         whole = frames(identity, payload.nbytes, max(part_bytes, -(-payload.nbytes // MAX_PARTS)))
         try:
@@ -178,9 +185,7 @@ class Writer:
                 raise
             return self._write(owner, key, copy, pieces, payload)
 
-    def _write(
-        self, owner: SegmentRecord, key: str, copy: int, parts: Sequence[Frame], payload: Payload
-    ) -> tuple[Copy, str]:
+    def _write(self, owner: SegmentRecord, key: str, copy: int, parts: Sequence[Frame], payload: Payload) -> Copy:
         keys = [part_key(key, copy, part.part) for part in parts]
         mapping = self._owners.mapping(owner, writable=True)
         try:
@@ -202,10 +207,12 @@ class Writer:
                 offsets = self._offsets(owner, keys)
                 _check(not self._owners.forgotten(owner), owner)
                 digest = self._fill(mapping, offsets, parts, payload)
+                if not all(self._client.exist(keys)) and not self._owners.forgotten(owner):
+                    raise StoreUnavailable(f"the memory of {key!r} was freed while it was written: put it again")
         except BaseException:
             self._client.revoke(keys)
             raise
-        return Copy(owner, tuple(map(Part, keys, parts, offsets))), digest
+        return Copy(owner, tuple(map(Part, keys, parts, offsets)), digest)
 
     def _offsets(self, owner: SegmentRecord, keys: Sequence[str]) -> list[int | None]:
         locations = self._client.locate(keys)
@@ -224,7 +231,7 @@ class Writer:
             raise StoreUnavailable("the segment was mapped, but not all of its parts")
         for target in targets:
             frame.clear(target)
-        digest = payload.write(InPlace(parts, targets))
+        digest = payload.write(InPlace(parts, self._check, targets))
         for target, part in zip(targets, parts, strict=True):
             frame.commit(target, part)
         if not mapping.holder_lives():
@@ -236,7 +243,7 @@ class Writer:
             self._client.write(keys[part], start, data.ctypes.data, data.size)
 
         lease = self._pool.acquire(window_buffer(parts, self._pool.max_bytes))
-        windows = Windows(parts, lease.array, send, self._sender)
+        windows = Windows(parts, self._check, lease.array, send, self._sender)
         try:
             return payload.write(windows)
         finally:

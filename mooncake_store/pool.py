@@ -121,7 +121,8 @@ class BufferPool:
             if left <= 0:
                 raise StoreFull(
                     f"no buffer of {nbytes} bytes came back in {wait:g} s: {self.lent_bytes} of {self.max_bytes} "
-                    f"bytes are held by results or arrays still in use; drop them, or raise local_buffer_size"
+                    f"bytes are held by results or arrays still in use, or by prefetched batches that nobody got; "
+                    f"drop them, or raise local_buffer_size"
                 )
             # In slices: another thread may collect what comes back, take one buffer of it and leave the rest free.
             with suppress(queue.Empty):

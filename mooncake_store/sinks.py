@@ -10,21 +10,27 @@ import numpy as np
 from mooncake_store import frame
 from mooncake_store.arrays import Bytes
 from mooncake_store.encode import STEP_BYTES
+from mooncake_store.errors import StoreClosed
 from mooncake_store.frame import Frame
 
 WINDOW_BYTES = 8 << 20  # what travels together; more is no faster (measured)
 
 
 class _InParts:
-    """A sink of an object that is stored in parts; a step that crosses into the next part goes through a scratch."""
+    """A sink of an object that is stored in parts; a step that crosses into the next part goes through a scratch.
 
-    def __init__(self, parts: Sequence[Frame]) -> None:
-        self._parts = parts
+    Args:
+        check: called before each step; what it raises ends the writing.
+    """
+
+    def __init__(self, parts: Sequence[Frame], check: Callable[[], None]) -> None:
+        self._parts, self._check = parts, check
         self._part_bytes = parts[0].part_bytes
         self._crossing: tuple[int, Bytes] | None = None
 
     def reserve(self, position: int, nbytes: int) -> Bytes:
         self._settle()
+        self._check()
         if not nbytes:  # also behind the last part
             return np.empty(0, dtype=np.uint8)
         part, offset = divmod(position, self._part_bytes)
@@ -60,8 +66,8 @@ class InPlace(_InParts):
         targets: uint8, memory of each part with room for its frame in front, which is not written.
     """
 
-    def __init__(self, parts: Sequence[Frame], targets: Sequence[Bytes]) -> None:
-        super().__init__(parts)
+    def __init__(self, parts: Sequence[Frame], check: Callable[[], None], targets: Sequence[Bytes]) -> None:
+        super().__init__(parts, check)
         self._targets = targets
 
     def _within(self, part: int, offset: int, nbytes: int) -> Bytes:
@@ -78,9 +84,14 @@ class Windows(_InParts):
     """
 
     def __init__(
-        self, parts: Sequence[Frame], buffer: Bytes, send: Callable[[int, int, Bytes], None], executor: Executor
+        self,
+        parts: Sequence[Frame],
+        check: Callable[[], None],
+        buffer: Bytes,
+        send: Callable[[int, int, Bytes], None],
+        executor: Executor,
     ) -> None:
-        super().__init__(parts)
+        super().__init__(parts, check)
         self._is_whole = len(parts) == 1 and buffer.size >= frame.NBYTES + self._part_bytes
         half = buffer.size if self._is_whole else buffer.size // 2
         self._halves = [buffer[:half], buffer[half : 2 * half]]
@@ -115,7 +126,10 @@ class Windows(_InParts):
         if self._part >= 0:
             self.wait()
             filled = self._halves[0][: self._end - self._start]
-            self._sending = self._executor.submit(self._send, self._part, self._start, filled)
+            try:
+                self._sending = self._executor.submit(self._send, self._part, self._start, filled)
+            except RuntimeError:
+                raise StoreClosed("the store was closed while a batch was put") from None
             self._halves.reverse()
 
 

@@ -122,10 +122,11 @@ class ObjectStore:
         self._closed = False
         self._pid = os.getpid()
         self._lock = threading.RLock()  # a signal handler may close the store while its thread holds it
-        # One each: Mooncake's transfers hinder each other, and a background read should not starve a caller's own; but
-        # a put may wait for the room that a get and a remove make.
+        # One each: Mooncake's transfers hinder each other. But a put may wait for room that a get and a remove make,
+        # and a prefetch for buffers, for which nobody who awaits a get should wait.
         self._reads = ThreadPoolExecutor(1, thread_name_prefix="store reads")
         self._writes = ThreadPoolExecutor(1, thread_name_prefix="store writes")
+        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="store prefetches")
         self._prefetches: dict[str, tuple[Selection, Future[tuple[dict[str, Any], Stored]]]] = {}
         self._releases = Releases()
         self._stats = {"puts": 0, "gets": 0, "removes": 0, "bytes_put": 0, "bytes_got": 0}
@@ -227,6 +228,8 @@ class ObjectStore:
     ) -> None:
         """Start a `get` in the background; the next one of the same here takes what was read, or its failure.
 
+        What was read keeps its buffers until then, or until a `get` of something else of the batch, or its `remove`.
+
         Raises:
             StoreClosed, ConfigError: as `get`.
         """
@@ -235,7 +238,7 @@ class ObjectStore:
         wanted = Selection(fields, rows, partition, slices or {})
         with self._lock:
             if ref.key not in self._prefetches:
-                self._prefetches[ref.key] = wanted, self._submit(self._reads, self._read, ref, wanted)
+                self._prefetches[ref.key] = wanted, self._submit(self._ahead, self._read, ref, wanted)
 
     async def aput(
         self,
@@ -281,7 +284,7 @@ class ObjectStore:
                 prefetched = list(self._prefetches)
             for key in prefetched:
                 self._give_up_prefetch(key)
-            for thread in (self._reads, self._writes):  # calls that wait there find the store closed
+            for thread in (self._reads, self._writes, self._ahead):  # calls that wait there find the store closed
                 thread.shutdown(wait=True)
             self._releases.close()
             self._carrier.close()
@@ -353,12 +356,9 @@ class ObjectStore:
 
     def _prefetched(self, ref: BatchRef, wanted: Selection) -> tuple[dict[str, Any], Stored] | None:
         with self._lock:
-            asked, reading = self._prefetches.get(ref.key, (None, None))
-            if reading is None or asked != wanted:
-                return None
-            del self._prefetches[ref.key]
-        # One that has not begun is given up: here it would wait behind others, or behind this very call.
-        if reading.cancel():
+            asked, reading = self._prefetches.pop(ref.key, (None, None))
+        # One that has not begun is given up: here it would wait behind others.
+        if reading is None or reading.cancel() or asked != wanted:
             return None
         batch, stored = reading.result()
         # Nor is one taken whose batch was removed since.

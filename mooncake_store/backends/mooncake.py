@@ -57,10 +57,10 @@ class MooncakeCarrier:
         self._pool = BufferPool(config.local_buffer_size, limits.put, client.register, client.unregister)
         self._records = records = Records(client)
         self._owners = Owners(client, records, config.share_memory)
-        self._writer = Writer(client, self._owners, self._pool, limits, config.chunk_bytes)
-        self._reader = Reader(client, self._owners, self._pool, limits)
         beside = client.beside()
         self._claim = RunClaim(beside, Records(beside), run_id)
+        self._writer = Writer(client, self._owners, self._pool, limits, config.chunk_bytes, self._claim.check)
+        self._reader = Reader(client, self._owners, self._pool, limits)
         self._outstanding = Outstanding(client, records, self._owners)
         self._ended = threading.Event()
         self._keepers: list[threading.Thread] = []

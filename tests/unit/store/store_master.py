@@ -21,6 +21,7 @@ from mooncake_store.backends import Loan, Payload, Placed, Stored
 from mooncake_store.client import Limits, Location, Range
 from mooncake_store.encode import STEP_BYTES, Into, Sink
 from mooncake_store.errors import IntegrityError, ObjectNotFound, StoreError, StoreFull
+from mooncake_store.format import MAGIC
 from mooncake_store.holder import slot_key
 from mooncake_store.owners import Owners
 from mooncake_store.placement import Writer, Written
@@ -232,7 +233,7 @@ class Master:
 
 
 class Content:
-    """A payload of given bytes; its digest is their first ones."""
+    """A payload of given bytes; its digest is that of a batch, or else their first 16."""
 
     def __init__(self, content: bytes) -> None:
         self.content = content
@@ -246,7 +247,7 @@ class Content:
         self.written += 1
         self.fill(sink)
         sink.finish()
-        return self.content[:8].hex()
+        return self.content[40:56].hex() if self.content.startswith(MAGIC) else self.content[:16].ljust(16).hex()
 
     def fill(self, sink: Sink) -> None:
         """The second half first, as the head of a batch comes last."""
@@ -293,7 +294,8 @@ class Transport:
         self.leased: list[int] = []
         self.pool = BufferPool(1 << 26, 0.05, lambda _, nbytes: self.leased.append(nbytes))
         self.owners = Owners(client, master.records, share_memory)
-        self.writer = Writer(client, self.owners, self.pool, limits, chunk_bytes)
+        self.check: Callable[[], None] = lambda: None
+        self.writer = Writer(client, self.owners, self.pool, limits, chunk_bytes, lambda: self.check())
         self.reader = Reader(client, self.owners, self.pool, limits)
         self.claimed: list[str] = []
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mooncake_store import BatchRef, ObjectNotFound, ObjectStore, StoreClosed
@@ -64,6 +65,58 @@ def test_a_failed_prefetch_is_told_by_the_next_get_alone(store: ObjectStore, car
     carrier.objects[ref.key] = kept
     store.get(ref)
     assert carrier.gets == 2
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [{"fields": ["tokens"]}, {"rows": np.array([0])}, {"rows": [1]}, {"fields": np.array(["tokens"])}, {}],
+)
+@pytest.mark.parametrize(
+    "asked", [{"rows": np.array([0, 1])}, {"rows": (0, 1)}, {"fields": ("round_number", "tokens")}]
+)
+def test_a_get_of_something_else_reads_it_and_lets_go_of_what_was_prefetched(
+    store: ObjectStore, carrier: Memory, wanted: dict[str, Any], asked: dict[str, Any]
+) -> None:
+    ref = store.put(BATCH)
+    store.prefetch(ref, **asked)
+    store._prefetches[ref.key][1].result(10)
+    with store.get(ref, **wanted) as batch:
+        assert "tokens" in batch
+    assert not store._prefetches
+    assert carrier.gets == 2
+
+
+@pytest.mark.parametrize("make", [list, tuple, np.array])
+def test_a_prefetch_of_the_same_in_other_words_is_taken(
+    store: ObjectStore, carrier: Memory, make: Callable[[Any], Any]
+) -> None:
+    ref = store.put(BATCH)
+    for asked in ({"rows": [0, 1]}, {"fields": ["tokens"]}):
+        carrier.gets = 0
+        store.prefetch(ref, **asked)
+        store._prefetches[ref.key][1].result(10)
+        store.get(ref, **{name: make(value) for name, value in asked.items()}).release()
+        assert carrier.gets == 1
+
+
+def test_a_prefetch_that_waits_for_buffers_holds_up_no_get(store: ObjectStore, carrier: Memory) -> None:
+    first, second = store.put(BATCH), store.put(BATCH)
+    begun, leave = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        if "prefetch" in threading.current_thread().name:
+            begun.set()
+            assert leave.wait(10)
+
+    carrier.during = wait
+    store.prefetch(first)
+    assert begun.wait(10)
+
+    async def work() -> None:
+        (await store.aget(second)).release()
+
+    asyncio.run(work())
+    leave.set()
 
 
 def test_a_prefetch_that_has_not_begun_is_given_up(store: ObjectStore, carrier: Memory) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from mooncake_store import ConfigError, StoreFull, StoreUnavailable, claim
+from mooncake_store import ConfigError, StoreClosed, StoreFull, StoreUnavailable, claim
 from mooncake_store.claim import (
     Claimant,
     RunClaim,
@@ -367,13 +368,58 @@ def test_a_beat_moves_away_from_a_holder_that_is_gone(master: Master, clock: Clo
 
 def test_release_gives_the_run_id_up_at_once(master: Master, clock: Clock) -> None:
     mine = claim_of(master)
-    mine.release()
     mine.take("a")
     mine.release()
     mine.release()
     assert not master.objects
+    with pytest.raises(StoreClosed, match="closed while a batch was put"):
+        mine.take("a")  # of a put that began before
+    mine.beat(["a"])
+    assert not master.objects
     claim_of(master).take("a")
     assert clock.now == 1000.0
+
+
+def test_a_process_that_is_there_is_alive_however_silent(master: Master, clock: Clock) -> None:
+    """Stopped in the midst of a put it would write on, in memory that was freed and given to others."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        there = Claimant("ab" * 16, "here", child.pid, claim._identity(child.pid))
+        assert there.is_here()
+        child.send_signal(signal.SIGSTOP)
+        assert master.records.claim(claim_key("r"), msgspec.json.encode(there), "a")
+        assert is_alive(master.records, "r")
+        for refused in (lambda: claim_of(master).take("a"), lambda: sweep(master, master.records, "r")):
+            with pytest.raises(ConfigError, match=f"process {child.pid} of here"):
+                refused()
+        assert sweep_dead(master, master.records, ["r"]) == {}
+        assert not swept(master)
+        assert clock.now == 1000.0
+    finally:
+        child.kill()
+        child.wait()
+    assert not there.is_here()
+    claim_of(master).take("a")
+
+
+def test_who_was_silent_for_too_long_writes_no_more(master: Master, clock: Clock) -> None:
+    mine = claim_of(master)
+    mine.take("a")
+    for _ in range(3):
+        clock.now += claim.SILENT_SECONDS
+        mine.check()
+        mine.beat(["a"])
+    clock.now += claim.SILENT_SECONDS + 1
+    with pytest.raises(StoreUnavailable, match="no sign of life for 46 s"):
+        mine.check()
+    mine.beat(["a"])
+    mine.check()
+    master.failures["replace"] = [StoreUnavailable("no answer")] * 2
+    clock.now += claim.SILENT_SECONDS + 1
+    with pytest.raises(StoreUnavailable, match="no answer"):
+        mine.beat(["a"])
+    with pytest.raises(StoreUnavailable, match="no sign of life"):
+        mine.check()
 
 
 def test_release_removes_only_its_own_claim(master: Master, clock: Clock) -> None:

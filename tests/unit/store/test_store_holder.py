@@ -16,15 +16,24 @@ import pytest
 from mooncake_store import StoreError, StoreFull, StoreUnavailable, records, segment
 from mooncake_store import holder as module
 from mooncake_store.client import Limits
+from mooncake_store.encode import encode
 from mooncake_store.frame import NBYTES
 from mooncake_store.holder import Ask, Kept, SegmentHolder, ask_key, slot_key
 from mooncake_store.outstanding import Outstanding
-from mooncake_store.placement import Part
+from mooncake_store.placement import Copy
 from mooncake_store.records import Records
 from mooncake_store.segment import Mapping, SegmentRecord
 from tests.unit.store.store_master import Content, Held, Lent, Master, Transport, ref_of
 
-PAYLOAD = bytes(range(250)) * 10
+
+def batch(number: int) -> bytes:
+    encoded = encode({"x": [number] * 300, "y": ["text"] * 300})
+    out = bytearray(encoded.nbytes)
+    encoded.write_into(out)
+    return bytes(out)
+
+
+PAYLOAD, OTHER = batch(1), batch(2)
 HOLDER = "ab" * 16
 NODE = "node:1"
 
@@ -146,7 +155,7 @@ def test_a_holder_without_room_for_two_segments_gives_the_old_one_up(monkeypatch
         holder.tick()
     holder.tick()
     assert holder.record.epoch == 1
-    ask = Ask(0, [Kept("run/r/b/x/0.0", 64, bytes(16), 0, 1, 8, 8)])
+    ask = Ask(0, [Kept("run/r/b/x/0.0", 64, bytes(16), 0, 1, 8, 8, bytes(16))])
     key = ask_key(HOLDER, 1, 0)
     assert master.records.claim(key, msgspec.msgpack.encode(ask), NODE)
     holder.tick()  # cannot be answered, and stops nothing
@@ -174,7 +183,7 @@ def test_after_a_restart_memory_is_fresh_and_what_is_asked_for_is_published_agai
     assert holder.record.epoch == old.epoch + 1
     assert holder.record.inode != old.inode
     for _ in range(3):  # new batches take the memory that a restarted master believes to be free
-        transport.write(Content(PAYLOAD[::-1]))
+        transport.write(Content(OTHER))
     assert held.bytes.tobytes() == PAYLOAD
     assert held.loan is not None
     held.loan.check()
@@ -191,18 +200,34 @@ def test_after_a_restart_memory_is_fresh_and_what_is_asked_for_is_published_agai
     assert transport.get(ref_of(written)).bytes.tobytes() == PAYLOAD
 
 
+def test_memory_given_away_behind_its_frame_is_not_published_again(caplog: pytest.LogCaptureFixture) -> None:
+    """The batch was removed before the restart, by another process than its writer, who asks for it."""
+    master = Mounting()
+    holder = holder_of(master)
+    (copy,) = Transport(master).write(Content(PAYLOAD)).copies
+    (part,) = copy.parts
+    master.objects[part.key].bytes[-100] ^= 1
+    master.restart()
+    holder.tick()
+    assert master.records.claim(ask_key(HOLDER, 1, 0), msgspec.msgpack.encode(Ask(0, [kept(copy)])), NODE)
+    holder.tick()
+    assert not master.stored()
+    assert f"{part.key} is lost" in caplog.text
+
+
 def test_a_request_that_makes_no_sense_stops_no_other(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     master = Mounting()
     holder = holder_of(master)
     transport = Transport(master)
-    (part,) = transport.write(Content(PAYLOAD)).copies[0].parts
+    (copy,) = transport.write(Content(PAYLOAD)).copies
+    (part,) = copy.parts
     master.restart()
     holder.tick()
     monkeypatch.setattr(records, "REPLACED_SECONDS", 0.0)
     record = holder.record
-    right = kept(part)
+    right = kept(copy)
     sizes = (-200, -64, 0, 1, 1 << 20, 2**62, 2**63, 2**64 - 1)
     wrong: dict[str, tuple[Any, ...]] = {
         "offset": sizes,
@@ -211,6 +236,7 @@ def test_a_request_that_makes_no_sense_stops_no_other(
         "part": (-1, 1, 2**40),
         "parts": (-1, 0, 2**40),
         "id": (b"", bytes(16), bytes(40)),
+        "digest": (b"", bytes(16), bytes(40)),
     }
     requests: list[bytes | None] = [
         None,  # bytes that are no record
@@ -236,10 +262,12 @@ def test_a_request_that_makes_no_sense_stops_no_other(
     assert "cannot be read" in caplog.text
 
 
-def kept(part: Part) -> Kept:
+def kept(copy: Copy) -> Kept:
+    (part,) = copy.parts
     said = part.frame
     assert part.offset is not None
-    return Kept(part.key, part.offset, said.id, said.part, said.parts, said.part_bytes, said.object_bytes)
+    numbers = said.part, said.parts, said.part_bytes, said.object_bytes
+    return Kept(part.key, part.offset, said.id, *numbers, bytes.fromhex(copy.digest))
 
 
 @pytest.mark.parametrize("unanswered", [1, 3])

@@ -323,7 +323,7 @@ def test_the_largest_request_fits_a_record() -> None:
     """A run id of 128 characters and every number as long as it can be."""
     key = part_key(f"run/{'x' * 128}/b/{'0' * 32}", 63, 65535)
     largest = 2**63 - 1
-    kept = Kept(key, largest, bytes(16), 65535, 65536, largest, largest)
+    kept = Kept(key, largest, bytes(16), 65535, 65536, largest, largest, bytes(16))
     assert len(msgspec.msgpack.encode(Ask(2**32, [kept] * outstanding._PER_ASK))) + 24 <= MAX_BYTES
 
 
@@ -332,7 +332,7 @@ def test_a_part_whose_place_is_unknown_is_not_asked_for(caplog: pytest.LogCaptur
     master = Asked(old)
     process = Process(master)
     part = Part("run/r/b/x/0.0", Frame(bytes(16), 0, 1, 8, 8), None)
-    process.outstanding.add(Written("run/r/b/x", "", (Copy(old.record, (part,)),)))
+    process.outstanding.add(Written("run/r/b/x", "", (Copy(old.record, (part,), ""),)))
     master.restart_and_lend(Lent("a", epoch=1))
     process.outstanding.tick()
     assert not any(ask.objects for ask in master.asks)

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake_store import ConfigError, StoreFull, StoreUnavailable, frame, placement
+from mooncake_store import ConfigError, StoreClosed, StoreFull, StoreUnavailable, frame, placement
 from mooncake_store.client import Limits
 from mooncake_store.encode import STEP_BYTES, Sink
 from mooncake_store.placement import frames, part_key
 from mooncake_store.segment import Mapping
+from mooncake_store.sinks import WINDOW_BYTES
 from tests.unit.store.store_master import Content, Lent, Master, Transport, ref_of
 
 PAYLOAD = bytes(range(250)) * 10
@@ -75,7 +76,7 @@ def test_keys_are_fresh_and_name_copy_and_part() -> None:
     for number, copy in enumerate(first.copies):
         assert [part.key for part in copy.parts] == [part_key(first.key, number, n) for n in range(3)]
         assert {part.frame.id.hex() for part in copy.parts} == {identity}
-    assert first.digest == PAYLOAD[:8].hex()
+    assert first.digest == PAYLOAD[:16].hex()
 
 
 # --- the order that makes it safe -------------------------------------------------------------------------------------
@@ -175,6 +176,69 @@ def test_a_holder_that_ended_meanwhile_has_nothing(monkeypatch: pytest.MonkeyPat
     with pytest.raises(StoreUnavailable, match="holder ended while"):
         Transport(master).write(Content(PAYLOAD))
     assert not master.stored()
+
+
+@pytest.mark.parametrize("share_memory", [True, False])
+def test_a_writer_that_was_silent_for_too_long_stops_between_steps(share_memory: bool) -> None:
+    master = Master(Lent("a", nbytes=1 << 22))
+    transport = Transport(master, share_memory)
+    steps = 0
+
+    def check() -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 3:
+            raise StoreUnavailable("silent")
+
+    transport.check = check
+    with pytest.raises(StoreUnavailable, match="silent"):
+        transport.write(Content(bytes(range(256)) * (6 * STEP_BYTES // 256)))
+    assert steps == 3
+    assert not master.stored()
+    assert transport.pool.lent_bytes == 0
+    assert transport.write(Content(PAYLOAD)).copies
+
+
+def test_what_was_freed_while_it_was_written_is_not_acknowledged() -> None:
+    master = Master(lent())
+    transport = Transport(master)
+
+    class Swept(Content):
+        def fill(self, sink: Sink) -> None:
+            super().fill(sink)
+            master.remove_matching("^run/")
+
+    with pytest.raises(StoreUnavailable, match="was freed while it was written"):
+        transport.write(Swept(PAYLOAD))
+    assert not master.stored()
+
+
+def test_a_restart_while_it_is_written_frees_nothing() -> None:
+    """What was put then is published again, like all else."""
+    master = Master(lent())
+    transport = Transport(master)
+
+    class Restarting(Content):
+        def fill(self, sink: Sink) -> None:
+            super().fill(sink)
+            master.restart()
+
+    assert transport.write(Restarting(PAYLOAD)).copies
+
+
+def test_a_store_that_is_closed_while_it_sends_says_so() -> None:
+    master = Master(Lent("a", nbytes=1 << 26))
+    transport = Transport(master, share_memory=False)
+
+    class Closed(Content):
+        def fill(self, sink: Sink) -> None:
+            transport.writer.close()
+            super().fill(sink)
+
+    with pytest.raises(StoreClosed, match="closed while a batch was put"):
+        transport.write(Closed(bytes(3 * WINDOW_BYTES)))
+    assert not master.stored()
+    assert transport.pool.lent_bytes == 0
 
 
 def test_the_run_is_claimed_before_anything_is_allocated() -> None:
