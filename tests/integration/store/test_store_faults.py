@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
+import itertools
 import os
 import signal
 import threading
@@ -38,7 +39,7 @@ from mooncake_store import (
     StoreFull,
     StoreUnavailable,
 )
-from mooncake_store.claim import beat_key, claim_key, sweep
+from mooncake_store.claim import beat_key, claim_key, sweep, sweep_dead
 from mooncake_store.client import Limits, MooncakeClient
 from mooncake_store.config import resolve
 from mooncake_store.holder import RunningHolder, SegmentHolder, start_holder
@@ -48,6 +49,7 @@ from tests.integration.store.store_children import Child
 from tests.integration.store.store_services import (
     HANG,
     MIB,
+    PATIENT,
     batch_of,
     batches,
     carrier_of,
@@ -99,7 +101,10 @@ def uncollected() -> Iterator[Callable[[], list[BaseException]]]:
 
 def works(address: str, run_id: str = "afterwards") -> None:
     """A put and a get, seen in place and over the network."""
-    with store_with(address, run_id) as writer, store_with(address, share_memory=False) as reader:
+    with (
+        store_with(address, run_id, PATIENT) as writer,
+        store_with(address, limits=PATIENT, share_memory=False) as reader,
+    ):
         ref = writer.put(batch_of(SIZE, 7))
         for store in (writer, reader):
             with store.get(ref) as got:
@@ -134,7 +139,7 @@ def test_a_thousand_batches_through_a_segment_that_holds_twenty(master: MasterPr
 def test_a_full_store_waits_for_its_reader_then_says_what_is_wrong(
     master: MasterProcess, holder: RunningHolder
 ) -> None:
-    with store_with(master.address, limits=Limits(put=HANG)) as store:
+    with store_with(master.address, limits=PATIENT) as store:
         first = store.put(batch_of(20 * MIB, 1))
         threading.Timer(0.5, store.remove, [first]).start()
         second = store.put(batch_of(20 * MIB, 2))  # waits for the room
@@ -380,6 +385,54 @@ def test_a_writer_that_is_killed(master: MasterProcess, holder: RunningHolder, m
     works(master.address, "dead")
 
 
+def stop_at(connection: Connection, address: str, share_memory: bool) -> None:
+    """Put a batch of 16 MiB, stopped in its midst."""
+    from mooncake_store.encode import Encoded
+
+    store = store_with(address, "stopped", limits=PATIENT, share_memory=share_memory)
+    write, reserved = Encoded.write, itertools.count()
+
+    def stopping(self: Encoded, sink: Any) -> str:
+        reserve = sink.reserve
+
+        def step(position: int, nbytes: int) -> Any:
+            if next(reserved) == 40:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return reserve(position, nbytes)
+
+        sink.reserve = step
+        return write(self, sink)
+
+    Encoded.write = stopping  # type: ignore[method-assign]
+    ref = store.put(batch_of(16 * MIB))
+    connection.send(ref.to_json())
+    connection.recv()
+
+
+@pytest.mark.parametrize("share_memory", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_writer_that_is_stopped_keeps_its_memory(
+    master: MasterProcess, holder: RunningHolder, share_memory: bool
+) -> None:
+    """What it writes when it continues must not be another's."""
+    with Child(stop_at, master.address, share_memory) as writer, store_with(master.address, "other") as store:
+        os.waitid(os.P_PID, writer.process.pid, os.WSTOPPED)
+        carrier = carrier_of(store)
+        with pytest.raises(ConfigError, match=f"alive .process {writer.process.pid} of"):
+            sweep(carrier._client, carrier._records, "stopped")
+        assert sweep_dead(carrier._client, carrier._records, ["stopped"]) == {}
+        with store_with(master.address, "stopped") as successor, pytest.raises(ConfigError, match="is in use by"):
+            successor.put(batch_of(SIZE))
+        refs = [store.put(batch_of(SIZE, seed)) for seed in range(3)]
+        os.kill(writer.process.pid, signal.SIGCONT)
+        with store.get(BatchRef.from_json(writer.receive(HANG))) as got:
+            assert same(got, 16 * MIB)
+        for seed, ref in enumerate(refs):
+            with store.get(ref) as got:
+                assert same(got, SIZE, seed)
+        writer.kill()
+    works(master.address, "stopped")
+
+
 def hold(connection: Connection, address: str, text: str) -> None:
     store = store_with(address, "reader")
     result = store.get(BatchRef.from_json(text))
@@ -434,7 +487,10 @@ def test_a_manager_that_is_killed_is_replaced(master: MasterProcess, holder: Run
 def test_a_master_that_is_restarted_loses_nothing(
     master: MasterProcess, holder: RunningHolder, tmp_path: Path, share_memory: bool
 ) -> None:
-    with store_with(master.address, share_memory=share_memory) as store, store_with(master.address) as near:
+    with (
+        store_with(master.address, limits=PATIENT, share_memory=share_memory) as store,
+        store_with(master.address, limits=PATIENT) as near,
+    ):
         refs = [store.put(batch_of(SIZE, seed)) for seed in range(5)]
         held = near.get(refs[0])
         store.remove(refs.pop())
@@ -459,7 +515,7 @@ def test_a_master_that_is_restarted_loses_nothing(
 
 @pytest.mark.slow
 def test_a_master_that_is_restarted_twice(master: MasterProcess, holder: RunningHolder, tmp_path: Path) -> None:
-    with store_with(master.address) as store:
+    with store_with(master.address, limits=PATIENT) as store:
         ref = store.put(batch_of(SIZE, 4))
         second = replaced(master, tmp_path)
         with store.get(ref) as got:
@@ -476,7 +532,7 @@ def test_a_batch_that_is_removed_while_it_is_published_again_stays_removed(
 ) -> None:
     asked = threading.Event()
     ask = Outstanding._ask
-    with store_with(master.address) as store:
+    with store_with(master.address, limits=PATIENT) as store:
         refs = [store.put(batch_of(SIZE, seed)) for seed in range(2)]
 
         def remove_first(*arguments: Any) -> None:
@@ -501,7 +557,7 @@ def test_a_batch_that_is_removed_while_it_is_published_again_stays_removed(
 def test_a_put_after_a_restart_leaves_room_for_what_was_there(
     master: MasterProcess, holder: RunningHolder, tmp_path: Path
 ) -> None:
-    with store_with(master.address, limits=Limits(put=HANG)) as store:
+    with store_with(master.address, limits=PATIENT) as store:
         refs = [store.put(batch_of(4 * MIB - 4096, seed)) for seed in range(7)]
         with replaced(master, tmp_path):
             with ThreadPoolExecutor(1) as thread:
@@ -546,7 +602,7 @@ def test_failures_leave_nothing_for_the_collector(
 def test_whatever_was_outstanding_comes_back(
     number: int, nbytes: int, master: MasterProcess, holder: RunningHolder, tmp_path: Path
 ) -> None:
-    with store_with(master.address, limits=Limits(put=HANG)) as store:
+    with store_with(master.address, limits=PATIENT) as store:
         refs = []
         with suppress(StoreFull):
             refs += [store.put(batch_of(nbytes, seed % 7)) for seed in range(number)]
@@ -562,7 +618,7 @@ def test_whatever_was_outstanding_comes_back(
 def test_a_living_run_keeps_its_id_through_a_restart(
     master: MasterProcess, holder: RunningHolder, tmp_path: Path
 ) -> None:
-    with store_with(master.address) as mine, store_with(master.address) as thief:
+    with store_with(master.address, limits=PATIENT) as mine, store_with(master.address) as thief:
         mine.put(batch_of(SIZE))
         with pytest.raises(ConfigError, match="in use"):
             thief.put(batch_of(SIZE))
@@ -582,7 +638,7 @@ def test_a_living_run_keeps_its_id_through_a_restart(
 def test_a_claim_that_the_end_of_a_master_interrupted_is_taken_later(
     master: MasterProcess, holder: RunningHolder, tmp_path: Path
 ) -> None:
-    with store_with(master.address, limits=Limits(put=HANG)) as store:
+    with store_with(master.address, limits=PATIENT) as store:
         client = carrier_of(store)._client
         client.allocate([claim_key("run1")], [100], holder.record.name)
         master.stop()
