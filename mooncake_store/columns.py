@@ -197,7 +197,7 @@ def analyse(name: str, value: Any, spec: ValueSpec | None, num_rows: int) -> Col
     if spec.codec in ("msgpack_ragged", "ragged_tensor_dict"):
         return _tree(name, list(value), dtype, per_row=True)
     if spec.slice_axis is not None:
-        return _sliceable(name, list(value), dtype, spec.slice_axis)
+        return _sliceable(name, value, dtype, spec.slice_axis)
     if isinstance(value, np.ndarray):
         return _dense(value if dtype is None else _cast_rows(name, value, dtype))
     if spec.codec == "ndarray":
@@ -255,10 +255,13 @@ def _alike(values: list[Any]) -> Ragged | None:
     return Ragged(rows, dtype, ranks.pop(), dtype)
 
 
-def _sliceable(name: str, values: list[Any], dtype: np.dtype[Any] | None, axis: int) -> Ragged:
-    column = _ragged(name, values, dtype)
-    if not isinstance(column, Ragged):
-        return Ragged([], dtype or np.dtype("<f8"), axis + 1, dtype or np.dtype("<f8"), axis)
+def _sliceable(name: str, value: list[Any] | Array, dtype: np.dtype[Any] | None, axis: int) -> Ragged:
+    if not len(value):
+        given = (value.dtype, value.ndim - 1) if isinstance(value, np.ndarray) else (np.dtype("<f8"), axis + 1)
+        column: Column = Ragged([], dtype or given[0], given[1], dtype or given[0])
+    else:
+        column = _ragged(name, list(value), dtype)
+    assert isinstance(column, Ragged)
     if axis >= column.ndim:
         raise ValueError(f"column {name!r} has rows of rank {column.ndim}, so no slice_axis {axis}")
     return replace(column, axis=axis)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -41,8 +41,9 @@ class Selection:
             object.__setattr__(self, "fields", list(self.fields))
         if self.rows is not None and not isinstance(self.rows, slice):
             object.__setattr__(self, "rows", list(map(_row_number, self.rows)))
-        slices = {name: cut if isinstance(cut, slice) else list(cut) for name, cut in self.slices.items()}
-        object.__setattr__(self, "slices", slices)
+        if not isinstance(self.slices, Mapping):
+            raise TypeError(f"slices = {self.slices!r:.80}: allowed: a dict of slices by column")
+        object.__setattr__(self, "slices", {name: _slicing(name, cut) for name, cut in self.slices.items()})
         if self.rows is not None and self.partition is not None:
             raise TypeError("rows and partition are two ways to name rows; give one of them")
 
@@ -150,7 +151,7 @@ def read(source: Source, wanted: Selection, *, digest: str | None = None, verify
     for name in [*(wanted.fields or ()), *wanted.slices]:
         if name not in entries:
             close = difflib.get_close_matches(name, entries, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            hint = f"; did you mean {close[0]!r}?" if close else "."
             raise KeyError(f"no column {name!r}{hint} The batch has {', '.join(entries)}")
     chosen = [entries[name] for name in (entries if wanted.fields is None else wanted.fields)]
     rows = _chosen_rows(wanted, table, heads.index(table.order))
@@ -251,6 +252,16 @@ def _selected(rows: Rows, num_rows: int) -> slice | Numbers:
         if not -num_rows <= row < num_rows:
             raise IndexError(f"row {row} of a batch of {num_rows} rows")
     return np.array([row % num_rows for row in rows], dtype=np.int64)
+
+
+def _slicing(name: str, cut: Any) -> Slicing:
+    if isinstance(cut, slice):
+        return cut
+    cuts = list(cut) if isinstance(cut, Iterable) else [cut]
+    for each in cuts:
+        if not isinstance(each, slice):
+            raise TypeError(f"slices of column {name!r}: {each!r:.80} is none; allowed: a slice, or one for each row")
+    return cuts
 
 
 def _row_number(row: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -203,7 +204,10 @@ def _check_name(name: object) -> None:
 def _checked_partitions(partitions: Sequence[Sequence[int]] | None, num_rows: int) -> list[list[int]]:
     if partitions is None:
         return []
-    split = [[int(row) for row in rows] for rows in partitions]
+    try:
+        split = [list(map(operator.index, rows)) for rows in partitions]
+    except TypeError as error:
+        raise TypeError(f"partitions = {partitions!r:.80}: allowed: row numbers for each reader ({error})") from None
     seen = sorted(row for rows in split for row in rows)
     if seen != list(range(num_rows)):
         wrong = sorted(set(seen) ^ set(range(num_rows))) or sorted(row for row in set(seen) if seen.count(row) > 1)

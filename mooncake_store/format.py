@@ -227,7 +227,7 @@ def blocks_of_items(ends: Numbers, lengths: Numbers, items: int) -> Blocks:
     counts = -(-lengths // items)
     first = np.concatenate(([0], np.cumsum(counts)))
     number = np.arange(first[-1]) - np.repeat(first[:-1], counts)
-    starts = np.concatenate(([0], ends[:-1]))
+    starts = np.concatenate(([0], ends))[: ends.size]
     item_bytes = (ends - starts) // np.maximum(lengths, 1)
     within = np.minimum((number + 1) * items, np.repeat(lengths, counts))
     return Blocks(np.repeat(starts, counts) + within * np.repeat(item_bytes, counts), first, items)

@@ -9,6 +9,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
@@ -268,8 +269,9 @@ class _Dense:
         return self._array(data, numbers.size, slice(None))
 
     def _array(self, data: Bytes, rows: int, index: slice | Numbers) -> Any:
-        array = data.view(self._stored).reshape(rows, *self._entry.item)
-        return restore(self._widened(array[index]))
+        array = data.view(self._stored).reshape(rows, *self._entry.item)[index]
+        array.flags.writeable = False  # rows that are no slice are copied
+        return restore(self._widened(array))
 
 
 class _Ragged:
@@ -340,17 +342,18 @@ class _Ragged:
             rows = self._lane.cut(
                 self._starts,
                 self._ends,
-                lambda piece: self._widened(piece.view(self._stored).reshape(-1, *item)),
+                lambda piece: piece.view(self._stored).reshape(-1, *item),
                 self._unit,
             )
+            rows = self._widened.rows(rows)
         else:
             flat = self._lane.cut(
                 self._starts,
                 self._ends,
-                lambda piece: self._widened(piece.view(self._stored)),
+                lambda piece: piece.view(self._stored),
                 self._stored.itemsize,
             )
-            rows = list(map(np.ndarray.reshape, flat, map(tuple, self._shapes.tolist())))
+            rows = list(map(np.ndarray.reshape, self._widened.rows(flat), map(tuple, self._shapes.tolist())))
         if self._entry.axis > 0:
             axes = list(range(1, self._entry.ndim))
             axes.insert(self._entry.axis, 0)
@@ -458,12 +461,22 @@ class _Widening:
             raise IntegrityError(f"numbers of {self.dtype} are stored as {self.stored}; only integers are narrowed")
 
     def __call__(self, array: Array) -> Array:
-        if array.dtype == self.dtype:
-            return array
-        wide: Array = self.spare(array.size * self.dtype.itemsize).view(self.dtype).reshape(array.shape)
-        np.copyto(wide, array, casting="unsafe")  # uint8 to int8, too: the numbers fit
-        wide.flags.writeable = False
-        return wide
+        (wide,) = self.rows([array[np.newaxis]])
+        found: Array = wide[0]
+        return found
+
+    def rows(self, rows: list[Array]) -> list[Array]:
+        """The same of arrays that differ in their first dimension only; these rows and no others take memory."""
+        if self.dtype == self.stored or not rows:
+            return rows
+        lengths = list(map(len, rows))
+        shape = sum(lengths), *rows[0].shape[1:]
+        out = self.spare(math.prod(shape) * self.dtype.itemsize)
+        np.concatenate(rows, out=out.view(self.dtype).reshape(shape), casting="unsafe")  # uint8 to int8: they fit
+        # Through a read-only memoryview, like what is not widened.
+        wide: Array = np.frombuffer(out.data.toreadonly(), dtype=np.uint8).view(self.dtype).reshape(shape)
+        ends = list(accumulate(lengths))
+        return list(map(wide.__getitem__, map(slice, [0, *ends[:-1]], ends)))
 
 
 def _as_it_is(piece: Bytes) -> Bytes:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import errno
+from collections.abc import Mapping, Sequence
 from multiprocessing import resource_tracker
 
 from benchmarks import compare, markdown, measurements
+from benchmarks.measurements import Measurement
 from benchmarks.progress import Steps
 from benchmarks.transport import plot, report, rounds, scaling, stage, targets
 from benchmarks.transport.peers import Peer
@@ -16,6 +18,7 @@ from miles_plugin.bench_commands import BenchFailed
 from miles_plugin.interrupt import in_order, no_descendant_left
 from mooncake_store.errors import ConfigError
 
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 OURS = tuple(name for name in PEERS if name.startswith("ours"))
 
 
@@ -39,21 +42,34 @@ def run(arguments: argparse.Namespace, peers: Mapping[str, Peer] = PEERS) -> Non
         compare.check_same_load(old, {workload.variant: settings.load(workload) for workload in settings.workloads})
     if arguments.document:
         markdown.check_document(arguments.document, mark)
-    recorder = _measure(settings)
+    try:
+        recorder = _measure(settings)
+        _tell(arguments, settings, mark, recorder, old)
+    except OSError as error:
+        if error.errno not in _DISK:
+            raise
+        raise BenchFailed(f"--output {settings.output}: {error.strerror}; what is there so far stays") from error
 
+
+def _tell(
+    arguments: argparse.Namespace, settings: Settings, mark: str, recorder: Recorder, old: Sequence[Measurement]
+) -> None:
+    """Print and write what was measured, the table first."""
     found = targets.results(recorder.measurements)
     if settings.scaling:
         text = scaling.text(recorder.measurements, settings.peers)
-        pictures = scaling.draw(recorder.measurements, settings.peers, settings.output)
     else:
         text = report.text(recorder.measurements, settings.peers, found, settings.skipped)
-        pictures = plot.draw(recorder.measurements, settings.peers, settings.output, mark)
-    page = settings.output / f"{mark}.md"
-    page.write_text(text + "\n")
     print(text)
     if old:
         changes = compare.changes(old, recorder.measurements, OURS)
         print(f"\nCompared with {arguments.compare}:\n\n{compare.text(changes)}")
+    page = settings.output / f"{mark}.md"
+    page.write_text(text + "\n")
+    if settings.scaling:
+        pictures = scaling.draw(recorder.measurements, settings.peers, settings.output)
+    else:
+        pictures = plot.draw(recorder.measurements, settings.peers, settings.output, mark)
     if arguments.document:
         markdown.insert(arguments.document, mark, text)
     written = [recorder.path, page, *pictures, *filter(None, [arguments.document])]

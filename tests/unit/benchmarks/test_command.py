@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
+import os
 import time
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -13,7 +15,7 @@ import pytest
 
 from benchmarks import markdown
 from benchmarks.measurements import Measurement
-from benchmarks.transport import report, scaling, targets
+from benchmarks.transport import command, plot, report, scaling, targets
 from benchmarks.transport.memory import PeakMemory, check_fits
 from benchmarks.transport.settings import PEERS, Settings, resolve
 from miles_plugin import bench_commands, cli
@@ -240,3 +242,22 @@ def test_a_run_that_does_not_fit_is_refused_with_the_numbers() -> None:
         check_fits(1 << 40, 1, [PEERS["ours"]], "numpy")
     with pytest.raises(ConfigError, match=r"a batch of 4.0 GiB"):
         check_fits(4 << 30, 1 << 30, [PEERS["ours"]], "lists")
+
+
+def test_a_full_disk_takes_no_table_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Done:
+        measurements = measured("memcpy", "put", [0.1, 0.2])
+        path = tmp_path / "measurements.jsonl"
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(command, "_measure", lambda _: Done())
+    monkeypatch.setattr(plot, "draw", full)
+    arguments = bench_commands.bench_parser().parse_args(["transport", "--peers", "memcpy", "--output", str(tmp_path)])
+    with pytest.raises(bench_commands.BenchFailed, match=r"--output .*: No space left on device; what is there"):
+        command.run(arguments)
+    assert "**numpy**" in capsys.readouterr().out
+    assert "**numpy**" in (tmp_path / "transport.md").read_text()

@@ -1,6 +1,7 @@
 """Buffers come back when the last view is gone, never before, and the wait for them is bounded."""
 
 import gc
+import queue
 import threading
 import time
 
@@ -127,6 +128,12 @@ def test_spare_memory_is_warm_and_comes_back_with_its_last_view() -> None:
 
 def test_without_room_spare_memory_is_ordinary() -> None:
     pool = BufferPool(2 * GRANULE, wait=60)
+
+    class Never(queue.SimpleQueue):  # type: ignore[type-arg]
+        def get(self, *_: object, **__: object) -> None:
+            pytest.fail("it waits")
+
+    pool._returned = Never()
     held = pool.acquire(GRANULE + 1)
     assert pool.spare(GRANULE).size == GRANULE  # at once: the bound is reached
     assert pool.spare(3 * GRANULE).size == 3 * GRANULE  # more than the bound
@@ -149,3 +156,13 @@ def test_what_does_not_fit_leaves_free_buffers_warm() -> None:
     assert dropped == []
     assert pool.acquire(GRANULE).address == address
     held.release()
+
+
+def test_a_small_one_does_not_take_a_large_buffer() -> None:
+    pool = BufferPool(20 * GRANULE)
+    large = pool.acquire(10 * GRANULE)
+    address = large.address
+    large.release()
+    small = pool.acquire(GRANULE)
+    assert small.address != address
+    assert pool.acquire(9 * GRANULE).address == address

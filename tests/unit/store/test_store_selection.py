@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mooncake_store import IntegrityError, ValueSpec
-from mooncake_store.decode import Range, Selection, decode, ordinary_memory, read
+from mooncake_store.decode import AtHand, Range, Selection, decode, ordinary_memory, read
 from mooncake_store.encode import Encoded, encode
 from mooncake_store.format import BLOCK_BYTES
 from tests.unit.store.test_store_layout import EVERYTHING, SLICED, same
@@ -343,3 +343,80 @@ def _span(values: list[int]) -> int:
     """A number that needs as many bytes as the lowest and the highest together."""
     low, high = min([0, *values]), max([0, *values])
     return high if low == 0 else min(low, -high - 1)
+
+
+@pytest.mark.parametrize("rows", [[5], [6, 2], slice(2, 4), [1, 1]])
+@pytest.mark.parametrize("sliced", [True, False])
+def test_only_the_rows_that_are_asked_for_are_widened(rows: Any, sliced: bool) -> None:
+    """Also where all bytes are at hand: one row does not take the memory of its column."""
+    values = [np.arange(2000 + row, dtype=np.int64) % 100 for row in range(8)]
+    data = stored(encode({"x": values}, {"x": ValueSpec(slice_axis=0)} if sliced else None, narrow=True))
+    taken: list[int] = []
+
+    def spare(nbytes: int) -> np.ndarray:
+        taken.append(nbytes)
+        return np.zeros(nbytes, dtype=np.uint8)
+
+    cut = {"x": slice(10, 20)} if sliced else {}
+    found = read(AtHand(data, spare=spare), Selection(rows=rows, slices=cut))["x"]
+    expected = [values[row] for row in (range(8)[rows] if isinstance(rows, slice) else rows)]
+    if sliced:
+        expected = [row[10:20] for row in expected]
+    assert all(map(np.array_equal, found, expected))
+    assert sum(taken) == sum(row.nbytes for row in expected)
+
+
+@pytest.mark.parametrize("narrow", [True, False])
+@pytest.mark.parametrize("rows", [None, [3, 1], slice(0, 2)])
+@pytest.mark.parametrize("partitions", [None, [[1, 0], [3, 2]]])
+def test_what_is_read_cannot_be_written(narrow: bool, rows: Any, partitions: Any) -> None:
+    batch = {"dense": RANDOM.integers(0, 9, (4, 50_000)), "ragged": list(RANDOM.integers(0, 9, (4, 50_000)))}
+    data = stored(encode(batch, partitions=partitions, narrow=narrow))
+    found = decode(data.data.toreadonly(), rows=rows)
+    for array in (found["dense"], *found["ragged"]):
+        assert not array.flags.writeable
+    for row in found["ragged"]:
+        with pytest.raises(ValueError, match="WRITEABLE"):
+            row.flags.writeable = True
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("value", [[], np.zeros((0, 4, 2, 3), dtype=np.int16)])
+def test_a_batch_without_samples_may_have_a_slice_axis(axis: int, value: Any) -> None:
+    spec = {"x": ValueSpec(slice_axis=axis)}
+    for partitions in (None, [[], []]):
+        data = stored(encode({"x": value}, spec, partitions))
+        assert decode(data)["x"] == []
+        assert decode(data, slices={"x": slice(0, 1)})["x"] == []
+    with pytest.raises(ValueError, match=r"column 'x'.*rank 3, so no slice_axis 3"):
+        encode({"x": np.zeros((0, 4, 2, 3))}, {"x": ValueSpec(slice_axis=3)})
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        ({"slices": {"x": [1] * 4}}, "slices of column 'x': 1 is none"),
+        ({"slices": {"x": 3}}, "slices of column 'x': 3 is none"),
+        ({"slices": slice(2)}, "allowed: a dict of slices by column"),
+        ({"rows": [0.5]}, "integer"),
+        ({"rows": np.array([True, False])}, "not a mask"),
+        ({"fields": "x"}, "sequence of names"),
+    ],
+)
+def test_a_selection_that_makes_no_sense_is_refused_before_anything_is_read(wanted: dict[str, Any], said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        Selection(**wanted)
+
+
+@pytest.mark.parametrize("partitions", [3, [3], [["0"]], [[0.5]], [[None]]])
+def test_partitions_are_numbers_of_rows(partitions: Any) -> None:
+    with pytest.raises(TypeError, match=r"partitions = .*allowed: row numbers"):
+        encode({"x": [1]}, partitions=partitions)
+
+
+def test_an_order_of_rows_that_is_none_is_no_batch() -> None:
+    encoded = encode({"x": [1, 2, 3]}, partitions=[[2, 0], [1]])
+    for order in ([0, 0, 1], [0, 1, 3], [2, 2, 2]):
+        encoded._order[:] = np.array(order, dtype="<u4").view(np.uint8)
+        with pytest.raises(IntegrityError, match="order of the rows"):
+            decode(stored(encoded), rows=[0])
