@@ -299,7 +299,6 @@ class RunClaim:
     def _beat_anew(self, segments: Sequence[str], failure: StoreError) -> None:
         """Beat in the first segment that takes it, else raise `failure`, or StoreUnavailable of the master."""
         for segment in segments:
-            self._client.remove(beat_key(self._run_id))  # what lies with a holder that is gone cannot be written over
             with suppress(StoreError):
                 self._beat(segment)
                 return

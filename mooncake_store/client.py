@@ -333,13 +333,6 @@ class MooncakeClient:
             if not (owner_away or codes.outcome_of(code).retryable) or attempt.is_last():
                 raise codes.error_for(code, "get", repr(key), self._next_step(code))
 
-    def replace(self, key: str, address: int, nbytes: int, segment: str) -> None:
-        """Store registered memory under `key`, over what is there. For small records only: readers may see either."""
-        code = self._call("upsert_from", key, address, nbytes, self._pinned(segment))
-        if code != codes.OK:
-            raise codes.error_for(code, "record", repr(key), self._next_step(code))
-        self._traffic.sent(nbytes)
-
     def remove(self, key: str) -> None:
         """Free the object `key`, whatever leases readers hold on it; an object that is already gone is not an error.
 

@@ -73,6 +73,11 @@ _U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 _U63 = Annotated[int, msgspec.Meta(ge=0)]
 
 
+def answered_key(ask: str) -> str:
+    """Key of the record that stays of a request whose key is `ask`, so that no other takes its number."""
+    return f"{ask}/answered"
+
+
 class Kept(msgspec.Struct, frozen=True):
     """An object to copy out of the memory of before a restart: key, offset of its frame there, and what that says.
 
@@ -123,7 +128,8 @@ class SegmentHolder:
 
     def __init__(self, client: MooncakeClient, nbytes: int, protocol: str, holder: str) -> None:
         self._client, self._nbytes, self._protocol, self._holder = client, nbytes, protocol, holder
-        self._records = Records(client)
+        self._sentinel = ""  # of what is lent now, or will be
+        self._records = Records(client, lambda _: client.exist([self._sentinel])[0])
         self._before: list[_Segment] = []
         self._asked = 0
         self._unwanted: list[str] = []  # segments that Mooncake would lend to the next master again
@@ -169,6 +175,8 @@ class SegmentHolder:
         """Lend fresh memory instead of what the new master believes to be free."""
         old = self._current
         self._unmount(old.segment_id)
+        if self._unwanted:  # what is lent beside the fresh memory would be given to others under the same name
+            raise StoreUnavailable("memory of before the restart could not be taken back yet")
         now = time.monotonic()
         old.kept_until = old.kept_until or now + KEEP_SECONDS
         try:
@@ -191,6 +199,7 @@ class SegmentHolder:
             segment_id = self._mount(memory, nbytes)
             try:
                 record = self._probe(memory, nbytes, epoch)
+                self._sentinel = record.sentinel
                 if record.path:
                     populate(record.base, nbytes)  # Mooncake's own mapping of the same pages
                 self._claim_slot(record)
@@ -241,16 +250,8 @@ class SegmentHolder:
         """Put the sentinel, find where it lies, and so where the memory starts."""
         key, probe = sentinel_key(self._holder, epoch), secrets.token_bytes(PROBE_BYTES)
         name = self._client.segment_name
-        # The raw bytes and not a record: a mapping is tested by finding them.
-        scratch = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=np.uint8)
-        scratch[:PROBE_BYTES] = np.frombuffer(probe, dtype=np.uint8)
-        self._client.register(scratch.ctypes.data, scratch.size)
-        try:
-            self._client.allocate([key], [PROBE_BYTES], name)
-            self._client.write(key, 0, scratch.ctypes.data, PROBE_BYTES)
-            self._client.commit([key])
-        finally:
-            self._client.unregister(scratch.ctypes.data)
+        self._client.allocate([key], [PROBE_BYTES], name)
+        self._client.commit([key])
         location = self._client.locate([key])[0]
         base: int | None = 0
         if memory is not None and location is not None:
@@ -258,6 +259,11 @@ class SegmentHolder:
         if location is None or base is None:
             self._client.revoke([key])
             raise StoreUnavailable(f"the sentinel of {name} did not land in its own segment; try again")
+        if memory is not None:
+            # Not through Mooncake, which would write wherever it landed. The raw bytes and not a record: a mapping is
+            # tested by finding them.
+            place = np.frombuffer(memory.mapping, dtype=np.uint8)[location.address - base :][:PROBE_BYTES]
+            place[:] = np.frombuffer(probe, dtype=np.uint8)
         return SegmentRecord(
             holder=self._holder,
             epoch=epoch,
@@ -288,8 +294,9 @@ class SegmentHolder:
         except (IntegrityError, msgspec.DecodeError) as error:
             _log.warning("request %s cannot be read: %s", key, error)
             return
-        with suppress(StoreError):  # its key says that it was made; what it said takes room that is needed
-            self._records.replace(key, b"", self.record.name)
+        with suppress(StoreError):  # that it was made is kept; what it said takes room that is needed
+            if self._records.claim(answered_key(key), b"", self.record.name):
+                self._client.remove(key)
         kept = 0
         for old in (segment for segment in self._before if segment.record.epoch == ask.epoch):
             for wanted in ask.objects:

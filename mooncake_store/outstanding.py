@@ -7,12 +7,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import TypeVar
 
 import msgspec
 
 from mooncake_store.client import MooncakeClient
-from mooncake_store.holder import KEEP_SECONDS, Ask, Kept, ask_key
+from mooncake_store.holder import KEEP_SECONDS, Ask, Kept, answered_key, ask_key
 from mooncake_store.owners import Owners
 from mooncake_store.placement import Copy, Part, Written
 from mooncake_store.records import Records
@@ -166,9 +167,12 @@ class Outstanding:
 
     def _ask(self, holder: SegmentRecord, ask: Ask) -> None:
         payload = msgspec.msgpack.encode(ask)
-        number = 0
-        while not self._records.claim(ask_key(holder.holder, holder.epoch, number), payload, holder.name):
-            number += 1
+        for number in count():
+            key = ask_key(holder.holder, holder.epoch, number)
+            if self._records.claim(key, payload, holder.name):
+                if not self._client.exist([answered_key(key)])[0]:
+                    return
+                self._client.remove(key)  # it was another's, and was answered
 
     def _found(self, keys: Sequence[str]) -> dict[str, int]:
         """Where those parts lie that are there."""

@@ -88,6 +88,16 @@ class Owners:
         """Whether the master no longer knows this segment, because it was restarted or its holder is gone."""
         return not self._client.exist([record.sentinel])[0]
 
+    def is_known(self, segment: str, client: MooncakeClient) -> bool:
+        """Whether the master knows the memory that, as far as is known here, is lent under this name.
+
+        Args:
+            client: that asks.
+        """
+        with self._lock:
+            sentinels = [record.sentinel for record in self._known if record.name == segment]
+        return bool(sentinels) and all(client.exist(sentinels))
+
     def any_forgotten(self) -> bool:
         """The same of any segment: allocated memory may lie in another than was preferred."""
         return not all(self._client.exist([record.sentinel for record in self.all()]))

@@ -2,6 +2,9 @@
 
 There is no other service to run, to reach through a firewall, or to lose. A claim is a put that is read back: of two
 that put the same key Mooncake keeps the first and answers success to both (measured on 0.3.13.post1).
+
+A master that was restarted believes that all memory is free, that of batches which somebody is looking at, too. So
+between allocation and writing it is asked whether it knows the segment; `upsert` gives no moment to ask.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import mmap
 import threading
 import uuid
+from collections.abc import Callable
 
 import numpy as np
 import xxhash
@@ -24,10 +28,14 @@ _DIGEST, _TOKEN = 8, 16  # bytes; the token tells apart two equal records, one o
 
 
 class Records:
-    """Reads and writes records through one client. Safe to share between threads."""
+    """Reads and writes records through one client. Safe to share between threads.
 
-    def __init__(self, client: MooncakeClient) -> None:
-        self._client = client
+    Args:
+        is_known: whether the master knows the memory that is lent under a segment's name; by default of who only reads.
+    """
+
+    def __init__(self, client: MooncakeClient, is_known: Callable[[str], bool] = lambda _: True) -> None:
+        self._client, self._is_known = client, is_known
         self._lock = threading.RLock()
         self._memory = mmap.mmap(-1, MAX_BYTES)
         self._scratch = np.frombuffer(self._memory, dtype=np.uint8)
@@ -52,6 +60,8 @@ class Records:
                     return False
                 raise
             try:
+                if not self._is_known(segment):
+                    raise StoreUnavailable(f"the master has forgotten segment {segment}: it was restarted")
                 self._client.write(key, 0, address, len(stored))
                 self._client.commit([key])
             except StoreError:
@@ -60,11 +70,16 @@ class Records:
             return self._stored_under(key) == stored
 
     def replace(self, key: str, payload: bytes, segment: str) -> None:
-        """Write a record over what is there; StoreFull, StoreUnavailable when it could not be written."""
-        stored = _stored(payload)
+        """Write a record in the place of what is there; for a moment there is none.
+
+        Raises:
+            StoreFull, StoreUnavailable: it could not be written.
+        """
+        _stored(payload)  # refuses what is too large before anything is removed
         with self._lock:
-            self._scratch[: len(stored)] = np.frombuffer(stored, dtype=np.uint8)
-            self._client.replace(key, self._scratch.ctypes.data, len(stored), segment)
+            self._client.remove(key)
+            if not self.claim(key, payload, segment):
+                raise StoreUnavailable(f"the record {key!r} was not replaced: another process writes it, too")
 
     def read(self, key: str) -> bytes | None:
         """The record under `key`; None when there is none, or its memory is gone.

@@ -55,10 +55,10 @@ class MooncakeCarrier:
         self._client, self._run_id, self._replica_num = client, run_id, replica_num
         self._holder: RunningHolder | None = None
         self._pool = BufferPool(config.local_buffer_size, limits.put, client.register, client.unregister)
-        self._records = records = Records(client)
+        self._records = records = Records(client, lambda segment: self._owners.is_known(segment, client))
         self._owners = Owners(client, records, config.share_memory)
         beside = client.beside()
-        self._claim = RunClaim(beside, Records(beside), run_id)
+        self._claim = RunClaim(beside, Records(beside, lambda segment: self._owners.is_known(segment, beside)), run_id)
         self._writer = Writer(client, self._owners, self._pool, limits, config.chunk_bytes, self._claim.check)
         self._reader = Reader(client, self._owners, self._pool, limits)
         self._outstanding = Outstanding(client, records, self._owners)
@@ -139,7 +139,11 @@ class MooncakeCarrier:
     def _beat(self, _: int) -> None:
         owners = self._owners.all()
         if owners:
-            self._claim.beat([owner.name for owner in owners])
+            try:
+                self._claim.beat([owner.name for owner in owners])
+            except StoreError:
+                self._owners.changed()  # for the next beat
+                raise
 
     def _tend(self, ticks: int) -> None:
         self._outstanding.tick()

@@ -39,6 +39,7 @@ from mooncake_store import (
     StoreFull,
     StoreUnavailable,
 )
+from mooncake_store.backends.mooncake import KEEPER_SECONDS
 from mooncake_store.claim import beat_key, claim_key, sweep, sweep_dead
 from mooncake_store.client import Limits, MooncakeClient
 from mooncake_store.config import resolve
@@ -678,6 +679,61 @@ def test_a_holder_lends_again_after_a_mount_that_the_end_of_a_master_interrupted
             # Of memory of its own Mooncake chooses the addresses by rules of its own, and it may take a few more.
             assert not shared or sum("mount" in text for text in said) <= 3, "its addresses were free, and refused"
             works(master.address)
+    finally:
+        lent.close()
+
+
+@pytest.mark.slow
+def test_until_a_holder_has_seen_a_restart_nothing_is_written_into_its_memory(
+    master: MasterProcess, tmp_path: Path
+) -> None:
+    """Mooncake lends it to the new master by itself, as if it were free: to batches, and to records of runs."""
+    config = resolve(settings(master.address), {})
+    client = MooncakeClient.connect(config, Limits())
+    lent = SegmentHolder(client, config.global_segment_size, "tcp", uuid.uuid4().hex)
+    try:
+        with store_with(master.address, limits=PATIENT) as store, store_with(master.address, "run2") as other:
+            refs = [store.put(batch_of(SIZE, seed)) for seed in range(3)]
+            other.remove(other.put(batch_of(SIZE)))  # a run without a batch, which beats, too
+            held = store.get(refs[0])
+            with replaced(master, tmp_path) as second:
+                deadline = time.monotonic() + HANG
+                before = lent._current.bytes.copy()
+                while metric(second, "master_total_capacity_bytes") < lent.record.nbytes:
+                    assert time.monotonic() < deadline, "Mooncake did not lend it again"
+                    time.sleep(0.05)
+                time.sleep(2 * KEEPER_SECONDS)
+                carrier = carrier_of(other)
+                for call in (
+                    lambda: other.put(batch_of(SIZE, 9)),
+                    lambda: carrier._claim.beat([lent.record.name]),
+                    lambda: carrier._records.claim("record", b"", lent.record.name),
+                ):
+                    with pytest.raises(StoreError):
+                        call()
+                assert np.array_equal(lent._current.bytes, before)
+                while lent.record.epoch == 0:
+                    with suppress(StoreError):
+                        lent.tick()
+                ended = threading.Event()
+
+                def tick() -> None:
+                    while not ended.wait(0.1):
+                        with suppress(StoreError):
+                            lent.tick()
+
+                ticking = threading.Thread(target=tick)
+                ticking.start()
+                try:
+                    for seed, ref in enumerate(refs):
+                        with store.get(ref) as got:
+                            assert same(got, SIZE, seed)
+                    assert same(held.value, SIZE)
+                    held.release()
+                    works(master.address)
+                finally:
+                    ended.set()
+                    ticking.join()
     finally:
         lent.close()
 

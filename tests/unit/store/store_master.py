@@ -184,13 +184,6 @@ class Master:
                 raise IntegrityError(f"{wanted.key} is shorter")
             ctypes.memmove(address + wanted.to, held.address + wanted.start, wanted.nbytes)
 
-    def replace(self, key: str, address: int, nbytes: int, segment: str) -> None:
-        self._note("replace", key)
-        self.objects.pop(key, None)
-        self.allocate([key], [nbytes], segment)
-        self.write(key, 0, address, nbytes)
-        self.commit([key])
-
     def remove(self, key: str) -> None:
         self._note("remove", key)
         self.objects.pop(key, None)

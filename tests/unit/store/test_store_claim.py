@@ -338,7 +338,7 @@ def test_who_lost_its_claim_takes_it_no_more(master: Master, clock: Clock) -> No
 def test_a_beat_that_failed_is_made_up_for(master: Master, clock: Clock) -> None:
     mine = claim_of(master)
     mine.take("a")
-    master.failures["replace"] = [StoreUnavailable("no answer")] * 2
+    master.failures["allocate"] = [StoreUnavailable("no answer")] * 2
     with pytest.raises(StoreUnavailable):
         mine.beat(["a"])
     mine.beat(["a"])
@@ -350,15 +350,14 @@ def test_a_beat_moves_away_from_a_holder_that_is_gone(master: Master, clock: Clo
     mine = claim_of(master)
     mine.take("a")
     before = master.records.read(beat_key("r"))
-    replace = master.replace
+    allocate = master.allocate
 
-    def refuse(key: str, address: int, nbytes: int, segment: str) -> None:
-        if segment == "a" or key in master.objects:
-            master.objects.setdefault(key, next(iter(master.objects.values())))  # what a write that failed leaves
+    def refuse(keys: Any, nbytes: Any, segment: str) -> None:
+        if segment == "a":
             raise StoreUnavailable("its owner does not answer")
-        replace(key, address, nbytes, segment)
+        allocate(keys, nbytes, segment)
 
-    master.replace = refuse  # type: ignore[method-assign]
+    master.allocate = refuse  # type: ignore[method-assign]
     mine.beat(["a", "b"])
     assert master.records.read(beat_key("r")) not in (None, before)
 
@@ -414,7 +413,7 @@ def test_who_was_silent_for_too_long_writes_no_more(master: Master, clock: Clock
         mine.check()
     mine.beat(["a"])
     mine.check()
-    master.failures["replace"] = [StoreUnavailable("no answer")] * 2
+    master.failures["allocate"] = [StoreUnavailable("no answer")] * 2
     clock.now += claim.SILENT_SECONDS + 1
     with pytest.raises(StoreUnavailable, match="no answer"):
         mine.beat(["a"])

@@ -99,7 +99,6 @@ ONCE: dict[str, tuple[Call, Callable[[int], Any]]] = {
     "batch_put_session_start": (lambda c: c.allocate(["k"], [8], "host"), lambda code: [code]),
     "batch_put_from_multi_buffer_ranges": (lambda c: c.write("k", 0, 1, 8), lambda code: [code]),
     "batch_put_session_end": (lambda c: c.commit(["k"]), lambda code: [code]),
-    "upsert_from": (lambda c: c.replace("k", 1, 8, "host"), lambda code: code),
     "register_buffer": (lambda c: c.register(1, 8), lambda code: code),
 }
 REPEATED: dict[str, tuple[Call, Callable[[int], Any], Any]] = {
@@ -238,11 +237,8 @@ def test_everything_is_hard_pinned_in_the_preferred_segment() -> None:
     script = Script(batch_put_session_start=[[0, 0]])
     connection = client(script)
     connection.allocate(["a", "b"], [8, 16], "host:5")
-    connection.replace("r", 4096, 8, "host:6")
     ((keys, sizes, config),) = script.called("batch_put_session_start")
     assert (keys, sizes, config.with_hard_pin, config.preferred_segment) == (["a", "b"], [8, 16], True, "host:5")
-    ((key, address, nbytes, config),) = script.called("upsert_from")
-    assert (key, address, nbytes, config.with_hard_pin, config.preferred_segment) == ("r", 4096, 8, True, "host:6")
 
 
 @pytest.mark.parametrize("sizes", [[0], [-1], [8, 0]])
@@ -465,13 +461,13 @@ def test_what_goes_beside_does_not_wait_and_ends_with_the_connection() -> None:
     reader = threading.Thread(target=connection.read, args=(1, ONE))
     reader.start()
     assert entered.wait(10)
-    beside.replace("k", 1, 8, "host")
+    beside.remove("k")
     assert reader.is_alive()
     leave.set()
     reader.join()
     connection.close()
     with pytest.raises(StoreClosed):
-        beside.replace("k", 1, 8, "host")
+        beside.remove("k")
     assert script.closed == 1
 
 

@@ -291,10 +291,12 @@ def test_a_segment_that_could_not_be_taken_back_is_taken_back_later() -> None:
     master = Mounting()
     holder = holder_of(master)
     master.restart()
-    master.failures["unmount"] = [StoreUnavailable("the master is away")] * 2
-    holder.tick()
-    assert holder.record.epoch == 1
-    assert [keys for operation, keys in master.calls if operation == "unmount"] == [("0",)]
+    master.failures["unmount"] = [StoreUnavailable("the master is away")] * 3
+    for _ in range(2):
+        with pytest.raises(StoreUnavailable, match="could not be taken back yet"):
+            holder.tick()  # nor is anything lent beside it
+    assert holder.record.epoch == 0
     for _ in range(3):
         holder.tick()
-    assert [keys for operation, keys in master.calls if operation == "unmount"] == [("0",)] * 3
+    assert holder.record.epoch == 1
+    assert [keys for operation, keys in master.calls if operation == "unmount"] == [("0",)] * 5

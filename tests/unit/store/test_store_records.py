@@ -170,3 +170,29 @@ def test_a_record_that_is_being_replaced_is_waited_for(code: int) -> None:
     master.failures["read"] = [StoreUnavailable("no answer", code=-900)]
     with pytest.raises(StoreUnavailable, match="no answer"):
         master.records.read("run/r/beat")
+
+
+def test_memory_that_a_restarted_master_believes_to_be_free_is_not_written(master: Master) -> None:
+    """Somebody may be looking at it: what is not known is given back unwritten."""
+    known = True
+    records = Records(master, lambda segment: known and segment == "a")  # type: ignore[arg-type]
+    for write in (records.claim, records.replace):
+        for known in (False, True):
+            segment = "b" if known else "a"
+            with pytest.raises(StoreUnavailable, match=f"forgotten segment {segment}: it was restarted"):
+                write("k", b"payload", segment)
+            assert not master.objects
+    assert master.order("write") == []
+    assert records.claim("k", b"payload", "a")
+    assert master.order("allocate", "write")[-2:] == ["allocate", "write"]
+    records.replace("k", b"other", "a")
+    assert records.read("k") == b"other"
+
+
+def test_two_that_replace_a_record_at_once_are_told_apart(master: Master) -> None:
+    one, other = records_of(master), records_of(master)
+    assert one.claim("k", b"first", "a")
+    master.meanwhile["allocate"] = lambda: other.replace("k", b"theirs", "a")
+    with pytest.raises(StoreUnavailable, match="another process writes it"):
+        one.replace("k", b"mine", "a")
+    assert one.read("k") == b"theirs"
