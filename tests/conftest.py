@@ -5,7 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
+# How long an example takes is the machine's affair, not the code's.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 TESTS = Path(__file__).parent
 # Each of these in one process, one test after the other: they wait for services more than they compute, and share a
 # machine's Ray, SGLang or Mooncake's limits. Unit tests go wherever there is room.

@@ -59,7 +59,7 @@ def strict_json(text: str) -> Any:
 
 
 @given(report=_reports)
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_a_report_is_read_back_as_it_was_written(report: Report, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("report") / "report.json"
     report.write(path)

@@ -159,7 +159,7 @@ def test_retryable_codes_heal_or_end_typed(operation: str, code: int) -> None:
     call, answer, well = REPEATED[operation]
     failures = 1 if operation == "batch_is_exist" else 2  # callers of `exist` repeat more than that question
     healing = Script(**{operation: [*[answer(code)] * failures, well]})
-    call(client(healing))
+    call(client(healing, Limits(remove=10.0, get=10.0)))
     assert len(healing.called(operation)) == failures + 1
 
     stuck = Script(**{operation: [answer(code)]})

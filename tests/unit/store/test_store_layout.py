@@ -309,7 +309,7 @@ batches = st.integers(0, 4).flatmap(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(batches)
 def test_encoding_what_was_decoded_gives_the_same_bytes(batch: dict[str, Any]) -> None:
     data = stored(batch)
@@ -319,7 +319,7 @@ def test_encoding_what_was_decoded_gives_the_same_bytes(batch: dict[str, Any]) -
     assert batch_digest(as_lists({"tokens": got["tokens"]})) == batch_digest({"tokens": batch["tokens"]})
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(batches)
 def test_values_survive(batch: dict[str, Any]) -> None:
     def plain(value: Any) -> Any:
@@ -334,7 +334,7 @@ def test_values_survive(batch: dict[str, Any]) -> None:
     assert same(plain(round_trip(batch)), plain(batch))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(batches, st.data())
 def test_a_flipped_byte_is_caught_or_was_padding(batch: dict[str, Any], draw: st.DataObject) -> None:
     data = stored(batch)
@@ -349,7 +349,7 @@ def test_a_flipped_byte_is_caught_or_was_padding(batch: dict[str, Any], draw: st
     assert same(got, intact)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(batches, st.data())
 def test_a_cut_object_is_caught(batch: dict[str, Any], draw: st.DataObject) -> None:
     data = stored(batch)
@@ -391,7 +391,7 @@ def test_an_unchanged_forgery_is_the_object() -> None:
 numbers = st.integers(-3, 70) | st.sampled_from([2**31, 2**32, 2**62, 2**63, -(2**63)])
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.data())
 def test_a_forged_table_raises_only_integrity_errors(draw: st.DataObject) -> None:
     def change(node: Any) -> Any:
@@ -425,7 +425,7 @@ def test_a_forged_table_raises_only_integrity_errors(draw: st.DataObject) -> Non
             decode(data, verify=verify, **draw.draw(selections))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.data())
 def test_a_forged_index_raises_only_integrity_errors(draw: st.DataObject) -> None:
     def change(indexes: np.ndarray) -> None:
@@ -440,7 +440,7 @@ def test_a_forged_index_raises_only_integrity_errors(draw: st.DataObject) -> Non
             decode(data, verify=verify, **draw.draw(selections))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_unverified_payloads_raise_only_integrity_errors(draw: st.DataObject) -> None:
     data = stored(EVERYTHING, SLICED)

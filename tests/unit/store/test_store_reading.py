@@ -297,7 +297,7 @@ def store_of(master: Master, **rest: Any) -> tuple[ObjectStore, Transport]:
     return ObjectStore("mooncake", "r", transport), transport
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     share_memory=st.booleans(),
     chunk_bytes=st.sampled_from([None, 300]),

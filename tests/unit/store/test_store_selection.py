@@ -228,7 +228,7 @@ def test_a_head_that_is_larger_than_expected_is_fetched_again(head_bytes: int) -
     assert far.peeked == [(0, head_bytes), (0, far.encoded.head_bytes)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_whatever_is_flipped_in_what_is_fetched_is_found(draw: st.DataObject) -> None:
     """And what is flipped elsewhere is not, since nobody looked at it."""
