@@ -302,7 +302,10 @@ class RunClaim:
             with suppress(StoreError):
                 self._beat(segment)
                 return
-        raise failure
+        try:
+            raise failure
+        finally:
+            del failure  # see `bounded`
 
     def _kept(self) -> bool:
         """Whether a run that was taken over stays ours: two that saw the same owner die may both have swept."""
