@@ -179,17 +179,21 @@ def write(connection: Connection, address: str, run_id: str, seed: int) -> None:
     with _open(address, run_id, chunk_bytes=CHUNK) as store:
         writer = _Writer(connection, Ledger(store))
         sizes: dict[str, int] = {}
+        took_over = False  # by the first put, what a writer that was killed has left: before that nothing comes to rest
         while not writer.ended.is_set():
-            if writer.asked.is_set():
+            if writer.asked.is_set() and took_over:
                 if not writer.ledger.outstanding():
                     connection.send(_figures(store))
                     writer.asked.clear()
                     writer.resumed.wait()
                 time.sleep(0.02)
             sizes = {key: sizes[key] for key in writer.ledger.outstanding()}
-            if writer.readers and not writer.asked.is_set() and sum(sizes.values()) < OUTSTANDING - LARGEST:
+            is_at_work = not (writer.asked.is_set() and took_over)
+            if writer.readers and is_at_work and sum(sizes.values()) < OUTSTANDING - LARGEST:
                 readers = rng.sample(writer.readers, rng.randint(1, len(writer.readers)))
-                sizes |= _put(connection, store, writer.ledger, batch_of(rng), readers)
+                put = _put(connection, store, writer.ledger, batch_of(rng), readers)
+                took_over = took_over or bool(put)
+                sizes |= put
             time.sleep(rng.expovariate(1 / 0.08))
             _settle(writer.ledger)
 

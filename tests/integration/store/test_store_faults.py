@@ -64,7 +64,7 @@ from tests.integration.store.store_services import (
 
 pytestmark = pytest.mark.integration
 SIZE = 1 * MIB
-MASTER_OPTIONS = {"client_ttl": "2"}
+MASTER_OPTIONS = {"client_ttl": "4"}  # of less a busy machine makes the living dead
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def _private(process: psutil.Process) -> int:
 @pytest.mark.slow
 def test_ten_thousand_small_batches_leave_nothing(master: MasterProcess, holder: RunningHolder) -> None:
     process = psutil.Process()
-    with store_with(master.address) as store:
+    with store_with(master.address, limits=PATIENT) as store:
         sizes = []
         for number in range(10_000):
             ref = store.put({"reward": np.array([float(number)])})
