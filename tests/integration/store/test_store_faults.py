@@ -64,7 +64,7 @@ from tests.integration.store.store_services import (
 
 pytestmark = pytest.mark.integration
 SIZE = 1 * MIB
-MASTER_OPTIONS = {"client_ttl": "4"}  # of less a busy machine makes the living dead
+MASTER_OPTIONS = {"client_ttl": "2"}
 
 
 @pytest.fixture
