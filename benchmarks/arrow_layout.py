@@ -8,7 +8,6 @@ has none. docs/format.md has what this printed.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,9 +16,8 @@ import msgspec
 import numpy as np
 import pyarrow as arrow
 
-from benchmarks.transport.targets import LOAD
-from benchmarks.transport.workload import LAYERS, ROUTED, TOP_K, SharedNumbers, Workload, batch_of, mapped
-from benchmarks.turns import milliseconds, seconds_in_turns
+from benchmarks.transport.workload import LAYERS, ROUTED, TOP_K
+from benchmarks.turns import batches_to_measure, milliseconds, seconds_in_turns
 from mooncake_store.arrays import Bytes
 from mooncake_store.decode import decode
 from mooncake_store.encode import encode
@@ -28,14 +26,8 @@ SPARE = 1 << 20  # bytes that a stream takes beside the payload
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=9, help="measurements of each, of which the median counts (9)")
-    parser.add_argument("--variants", nargs="+", default=["numpy", "routed"], help="of the batch (numpy routed)")
-    arguments = parser.parse_args()
-    for variant in arguments.variants:
-        workload = Workload(variant, LOAD["samples"], LOAD["shortest"], LOAD["longest"], seed=0)
-        with SharedNumbers(workload) as numbers:
-            compare(variant, batch_of(workload, mapped(numbers.path)), arguments.repeats)
+    for variant, batch, repeats in batches_to_measure(__doc__):
+        compare(variant, batch, repeats)
 
 
 def compare(variant: str, batch: dict[str, Any], repeats: int) -> None:

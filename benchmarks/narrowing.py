@@ -9,7 +9,6 @@ printed.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections.abc import Mapping
@@ -21,9 +20,7 @@ import numpy as np
 
 from benchmarks.transport import ours
 from benchmarks.transport.peers import Room
-from benchmarks.transport.targets import LOAD
-from benchmarks.transport.workload import SharedNumbers, Workload, batch_of, mapped
-from benchmarks.turns import milliseconds, seconds_in_turns
+from benchmarks.turns import batches_to_measure, milliseconds, seconds_in_turns
 from mooncake_store import ObjectStore, open_store
 from mooncake_store.arrays import Bytes
 from mooncake_store.decode import AtHand, Selection, read
@@ -33,20 +30,13 @@ WAYS = {"as they are": False, "narrowed": True}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=9, help="measurements of each, of which the median counts (9)")
-    parser.add_argument("--variants", nargs="+", default=["numpy", "routed"], help="of the batch (numpy routed)")
-    arguments = parser.parse_args()
-    for variant in arguments.variants:
-        workload = Workload(variant, LOAD["samples"], LOAD["shortest"], LOAD["longest"], seed=0)
-        with SharedNumbers(workload) as numbers:
-            batch = batch_of(workload, mapped(numbers.path))
-            sizes = {way: encode(batch, narrow=narrow).nbytes for way, narrow in WAYS.items()}
-            print(f"{variant}: {' against '.join(f'{size / 1e6:.1f} MB {way}' for way, size in sizes.items())}")
-            saved = sizes["as they are"] - sizes["narrowed"]
-            if saved:
-                without_network(batch, saved, arguments.repeats)
-                over_loopback(batch, max(sizes.values()), arguments.repeats)
+    for variant, batch, repeats in batches_to_measure(__doc__):
+        sizes = {way: encode(batch, narrow=narrow).nbytes for way, narrow in WAYS.items()}
+        print(f"{variant}: {' against '.join(f'{size / 1e6:.1f} MB {way}' for way, size in sizes.items())}")
+        saved = sizes["as they are"] - sizes["narrowed"]
+        if saved:
+            without_network(batch, saved, repeats)
+            over_loopback(batch, max(sizes.values()), repeats)
 
 
 def without_network(batch: Mapping[str, Any], saved: int, repeats: int) -> None:
@@ -55,7 +45,9 @@ def without_network(batch: Mapping[str, Any], saved: int, repeats: int) -> None:
     wide: dict[int, Bytes] = {}  # warm, like the buffers that a store keeps; one column of a batch is large
 
     def spare(nbytes: int) -> Bytes:
-        return wide.setdefault(nbytes, np.ones(nbytes, dtype=np.uint8))
+        if nbytes not in wide:
+            wide[nbytes] = np.ones(nbytes, dtype=np.uint8)
+        return wide[nbytes]
 
     def put(way: str) -> None:
         encode(batch, narrow=WAYS[way]).write_into(stored[way])
