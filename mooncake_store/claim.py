@@ -269,8 +269,8 @@ class RunClaim:
                 self._held = False
                 with suppress(StoreError):
                     if owner_of(self._records, self._run_id) == self._mine:
-                        self._client.remove(claim_key(self._run_id))
-                        self._client.remove(beat_key(self._run_id))
+                        self._client.remove(claim_key(self._run_id), seconds=0)
+                        self._client.remove(beat_key(self._run_id), seconds=0)
 
     def _take(self, segment: str, restarted: bool) -> None:
         mine = msgspec.json.encode(self._mine)

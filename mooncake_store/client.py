@@ -333,13 +333,16 @@ class MooncakeClient:
             if not (owner_away or codes.outcome_of(code).retryable) or attempt.is_last():
                 raise codes.error_for(code, "get", repr(key), self._next_step(code))
 
-    def remove(self, key: str) -> None:
+    def remove(self, key: str, seconds: float | None = None) -> None:
         """Free the object `key`, whatever leases readers hold on it; an object that is already gone is not an error.
+
+        Args:
+            seconds: for the master to answer again, instead of Limits.remove.
 
         Raises:
             StoreUnavailable: the master does not answer.
         """
-        self._until_answered("remove", repr(key), lambda: int(self._call("remove", key, True)))
+        self._until_answered("remove", repr(key), lambda: int(self._call("remove", key, True)), seconds)
 
     def remove_matching(self, pattern: str) -> int:
         """Free every object whose key matches a regular expression; return how many.
@@ -405,9 +408,11 @@ class MooncakeClient:
         config.preferred_segment = segment
         return config
 
-    def _until_answered(self, operation: str, subject: str, call: Callable[[], int]) -> int:
+    def _until_answered(
+        self, operation: str, subject: str, call: Callable[[], int], seconds: float | None = None
+    ) -> int:
         """Repeat what changes nothing more when it is repeated, within Limits.remove; an absent object is an answer."""
-        for attempt in attempts(self._limits.remove):
+        for attempt in attempts(self._limits.remove if seconds is None else seconds):
             try:
                 code = call()
             except StoreUnavailable:

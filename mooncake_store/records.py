@@ -72,12 +72,14 @@ class Records:
     def replace(self, key: str, payload: bytes, segment: str) -> None:
         """Write a record in the place of what is there; for a moment there is none.
 
+        Waits for no master that is gone: whoever writes heartbeats does so again soon, and may have to close first.
+
         Raises:
             StoreFull, StoreUnavailable: it could not be written.
         """
         _stored(payload)  # refuses what is too large before anything is removed
         with self._lock:
-            self._client.remove(key)
+            self._client.remove(key, REPLACED_SECONDS)
             if not self.claim(key, payload, segment):
                 raise StoreUnavailable(f"the record {key!r} was not replaced: another process writes it, too")
 

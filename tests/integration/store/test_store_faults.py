@@ -598,7 +598,7 @@ def test_failures_leave_nothing_for_the_collector(
 
 
 @pytest.mark.parametrize(
-    ("number", "nbytes"), [pytest.param(12_000, 256, marks=pytest.mark.slow), (460, 64 << 10)], ids=["many", "full"]
+    ("number", "nbytes"), [pytest.param(12_000, 256, marks=pytest.mark.slow), (452, 64 << 10)], ids=["many", "full"]
 )
 def test_whatever_was_outstanding_comes_back(
     number: int, nbytes: int, master: MasterProcess, holder: RunningHolder, tmp_path: Path
@@ -634,6 +634,15 @@ def test_a_living_run_keeps_its_id_through_a_restart(
                     continue
                 pytest.fail("the run was taken from a living process")
             mine.put(batch_of(SIZE))
+
+
+def test_a_close_waits_for_no_master(master: MasterProcess, holder: RunningHolder) -> None:
+    store = store_with(master.address, limits=Limits(put=HANG, get=HANG, remove=3 * HANG))
+    with ThreadPoolExecutor(1) as thread:
+        store.put(batch_of(SIZE))
+        master.stop()
+        time.sleep(3 * KEEPER_SECONDS)  # its heartbeat has missed the master
+        thread.submit(store.close).result(HANG)
 
 
 def test_a_claim_that_the_end_of_a_master_interrupted_is_taken_later(
