@@ -27,7 +27,7 @@ lint: $(INSTALLED)
 	@$(VENV)/bin/mypy
 
 test: $(INSTALLED) lint
-	@PYTHONWARNINGS="ignore:builtin type:DeprecationWarning" $(VENV)/bin/python -m pytest -n 2 --dist loadgroup -m "not slow"
+	@PYTHONWARNINGS="ignore:builtin type:DeprecationWarning" $(VENV)/bin/python -m pytest -n 3 --dist worksteal -m "not slow"
 
 test-full: $(INSTALLED) lint
 	@PYTHONWARNINGS="ignore:builtin type:DeprecationWarning" $(VENV)/bin/python -m pytest

@@ -19,7 +19,7 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterProcess]:
         yield process
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # no longer, since tests of other modules start a Ray of their own
 def local_ray() -> Iterator[Any]:
     ray = pytest.importorskip("ray")
     ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=256 << 20, log_to_driver=False)

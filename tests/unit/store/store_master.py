@@ -184,7 +184,7 @@ class Master:
                 raise IntegrityError(f"{wanted.key} is shorter")
             ctypes.memmove(address + wanted.to, held.address + wanted.start, wanted.nbytes)
 
-    def remove(self, key: str) -> None:
+    def remove(self, key: str, seconds: float | None = None) -> None:
         self._note("remove", key)
         self.objects.pop(key, None)
 
