@@ -10,6 +10,7 @@ import re
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ _INTEGERS = [
 _MISFIT = (struct.error, OverflowError, TypeError, ValueError)
 
 
+@lru_cache(256)  # numpy takes microseconds to spell a dtype, and a batch has dozens of arrays
 def dtype_of(name: str) -> np.dtype[Any]:
     """Return the little-endian dtype stored as `name`; ValueError when there is none."""
     if name in TORCH_DTYPES:
@@ -52,6 +54,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
     raise ValueError(f"dtype {name!r} cannot be stored; {ALLOWED}")
 
 
+@lru_cache(256)
 def name_of(dtype: np.dtype[Any]) -> str:
     """Return the name under which `dtype` is stored, whatever its byte order.
 
