@@ -14,6 +14,9 @@ from mooncake_store.errors import StoreClosed
 from mooncake_store.frame import Frame
 
 WINDOW_BYTES = 8 << 20  # what travels together; more is no faster (measured)
+# The first window: nothing travels while it is filled. Those after it are longer by this factor, which is about how
+# much faster memory is than TCP, so that the next is full when one has arrived.
+FIRST_BYTES, GROWTH = 1 << 20, 4
 
 
 class _InParts:
@@ -95,6 +98,7 @@ class Windows(_InParts):
         self._is_whole = len(parts) == 1 and buffer.size >= frame.NBYTES + self._part_bytes
         half = buffer.size if self._is_whole else buffer.size // 2
         self._halves = [buffer[:half], buffer[half : 2 * half]]
+        self._room = half if self._is_whole else min(half, FIRST_BYTES)
         self._send, self._executor = send, executor
         self._sending: Future[None] | None = None
         self._part, self._start, self._end = -1, 0, 0  # of what the first half holds: bytes of a part, frame included
@@ -113,7 +117,7 @@ class Windows(_InParts):
     def _within(self, part: int, offset: int, nbytes: int) -> Bytes:
         at = frame.NBYTES + offset
         follows = self._is_whole or at == self._end
-        if part != self._part or not follows or at + nbytes - self._start > self._halves[0].size:
+        if part != self._part or not follows or at + nbytes - self._start > self._room:
             self._flush()
             self._part, self._start, self._end = part, at, at
             if self._is_whole or not offset:  # what begins a part begins with its frame
@@ -131,6 +135,7 @@ class Windows(_InParts):
             except RuntimeError:
                 raise StoreClosed("the store was closed while a batch was put") from None
             self._halves.reverse()
+            self._room = min(GROWTH * self._room, self._halves[0].size)
 
 
 def window_buffer(parts: Sequence[Frame], most: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake_store import ConfigError, StoreClosed, StoreFull, StoreUnavailable, frame, placement
+from mooncake_store import ConfigError, StoreClosed, StoreFull, StoreUnavailable, frame, placement, sinks
 from mooncake_store.client import Limits
 from mooncake_store.encode import STEP_BYTES, Sink
 from mooncake_store.placement import frames, part_key
@@ -339,6 +340,18 @@ def test_what_exceeds_a_window_is_sent_in_several(share_memory: bool, chunk_byte
     transport.pool.max_bytes = 1 << 24
     assert transport.get(ref_of(written)).bytes.tobytes() == content
     assert transport.pool.lent_bytes == 0
+
+
+def test_the_first_windows_are_short() -> None:
+    nbytes, sent = 5 * WINDOW_BYTES, list[int]()
+    parts = frames(bytes(16), nbytes, nbytes)
+    buffer = np.zeros(sinks.window_buffer(parts, 1 << 30), dtype=np.uint8)
+    with ThreadPoolExecutor(1) as executor:
+        windows = sinks.Windows(parts, lambda: None, buffer, lambda *what: sent.append(what[2].size), executor)
+        Content(bytes(nbytes)).write(windows)
+    assert sum(sent) >= nbytes
+    assert sent[0] <= sinks.FIRST_BYTES < sent[1] <= sinks.GROWTH * sinks.FIRST_BYTES < sent[2] <= WINDOW_BYTES
+    assert len(sent) <= 9, "and the others full"
 
 
 def test_a_window_that_cannot_be_sent_ends_the_put() -> None:
