@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from mooncake_store import codes
 from mooncake_store.client import MooncakeClient
 from mooncake_store.errors import ConfigError, IntegrityError, StoreClosed, StoreError, StoreUnavailable
 from mooncake_store.records import Records
@@ -269,8 +270,8 @@ class RunClaim:
                 self._held = False
                 with suppress(StoreError):
                     if owner_of(self._records, self._run_id) == self._mine:
-                        self._client.remove(claim_key(self._run_id), seconds=0)
-                        self._client.remove(beat_key(self._run_id), seconds=0)
+                        self._client.remove(claim_key(self._run_id), BEAT_SECONDS)
+                        self._client.remove(beat_key(self._run_id), BEAT_SECONDS)
 
     def _take(self, segment: str, restarted: bool) -> None:
         mine = msgspec.json.encode(self._mine)
@@ -297,12 +298,16 @@ class RunClaim:
         return not self._held
 
     def _beat_anew(self, segments: Sequence[str], failure: StoreError) -> None:
-        """Beat in the first segment that takes it, else raise `failure`, or StoreUnavailable of the master."""
-        for segment in segments:
-            with suppress(StoreError):
-                self._beat(segment)
-                return
+        """Beat in the first segment that takes it, else raise what failed last. No segment helps without a master."""
         try:
+            for segment in segments:
+                if failure.code in codes.UNANSWERED:
+                    break
+                try:
+                    self._beat(segment)
+                    return
+                except StoreError as error:
+                    failure = error
             raise failure
         finally:
             del failure  # see `bounded`

@@ -411,7 +411,10 @@ class MooncakeClient:
     def _until_answered(
         self, operation: str, subject: str, call: Callable[[], int], seconds: float | None = None
     ) -> int:
-        """Repeat what changes nothing more when it is repeated, within Limits.remove; an absent object is an answer."""
+        """Repeat what changes nothing more when it is repeated, for `seconds` (None: Limits.remove).
+
+        An absent object is an answer.
+        """
         for attempt in attempts(self._limits.remove if seconds is None else seconds):
             try:
                 code = call()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -25,6 +24,7 @@ from mooncake_store.owners import Owners
 from mooncake_store.pool import BufferPool
 from mooncake_store.segment import Mapping, SegmentRecord
 from mooncake_store.sinks import InPlace, Windows, window_buffer
+from mooncake_store.worker import Worker
 
 # What a fragmented store is offered when it has no hole for a whole object.
 PIECE_BYTES = 32 << 20
@@ -98,7 +98,7 @@ class Writer:
         self._client, self._owners, self._pool, self._limits, self._check = client, owners, pool, limits, check
         self._chunk_bytes = chunk_bytes
         # Sends one window while the next is filled.
-        self._sender = ThreadPoolExecutor(1, thread_name_prefix="mooncake windows")
+        self._sender = Worker("mooncake windows")
 
     def put(self, prefix: str, payload: Payload, replica_num: int, claim: Callable[[str], None]) -> Written:
         """Store an object in `replica_num` copies with distinct owners, waiting for room up to Limits.put.
@@ -171,7 +171,7 @@ class Writer:
 
     def close(self) -> None:
         """End the thread that sends; idempotent."""
-        self._sender.shutdown(wait=False)
+        self._sender.close()
 
     def _copy(self, owner: SegmentRecord, key: str, copy: int, identity: bytes, payload: Payload) -> Copy:
         """Write one copy to one owner, in parts small enough for the holes it has."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 
 import numpy as np
 
 from mooncake_store import frame
 from mooncake_store.arrays import Bytes
 from mooncake_store.encode import STEP_BYTES
-from mooncake_store.errors import StoreClosed
 from mooncake_store.frame import Frame
+from mooncake_store.worker import Worker
 
 WINDOW_BYTES = 8 << 20  # what travels together; more is no faster (measured)
 # The first window: nothing travels while it is filled. Those after it are longer by this factor, which is about how
@@ -83,7 +83,7 @@ class Windows(_InParts):
     Args:
         buffer: uint8, as long as `window_buffer` says. One that holds the whole of an only part is sent at once.
         send: called with a part's number, an offset in the part, and what belongs there, frames included.
-        executor: of one thread, in which all but the last is sent.
+        sender: sends all but the last.
     """
 
     def __init__(
@@ -92,14 +92,14 @@ class Windows(_InParts):
         check: Callable[[], None],
         buffer: Bytes,
         send: Callable[[int, int, Bytes], None],
-        executor: Executor,
+        sender: Worker,
     ) -> None:
         super().__init__(parts, check)
         self._is_whole = len(parts) == 1 and buffer.size >= frame.NBYTES + self._part_bytes
         half = buffer.size if self._is_whole else buffer.size // 2
         self._halves = [buffer[:half], buffer[half : 2 * half]]
         self._room = half if self._is_whole else min(half, FIRST_BYTES)
-        self._send, self._executor = send, executor
+        self._send, self._sender = send, sender
         self._sending: Future[None] | None = None
         self._part, self._start, self._end = -1, 0, 0  # of what the first half holds: bytes of a part, frame included
 
@@ -130,10 +130,7 @@ class Windows(_InParts):
         if self._part >= 0:
             self.wait()
             filled = self._halves[0][: self._end - self._start]
-            try:
-                self._sending = self._executor.submit(self._send, self._part, self._start, filled)
-            except RuntimeError:
-                raise StoreClosed("the store was closed while a batch was put") from None
+            self._sending = self._sender.submit(self._send, self._part, self._start, filled)
             self._halves.reverse()
             self._room = min(GROWTH * self._room, self._halves[0].size)
 

@@ -9,10 +9,10 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from mooncake_store.arrow import to_table
 from mooncake_store.backends import BackendOptions, Carrier, Loan, Stored, find_backend
@@ -23,8 +23,9 @@ from mooncake_store.errors import ConfigError, IntegrityError, StoreClosed
 from mooncake_store.ref import BatchRef, check_run_id, provenance
 from mooncake_store.releases import Releases
 from mooncake_store.stored_columns import Slicing
+from mooncake_store.worker import Worker
 
-Result = TypeVar("Result")
+CLOSE_SECONDS = 30.0  # for calls in flight
 _log = logging.getLogger(__name__)
 
 
@@ -124,9 +125,9 @@ class ObjectStore:
         self._lock = threading.RLock()  # a signal handler may close the store while its thread holds it
         # One each: Mooncake's transfers hinder each other. But a put may wait for room that a get and a remove make,
         # and a prefetch for buffers, for which nobody who awaits a get should wait.
-        self._reads = ThreadPoolExecutor(1, thread_name_prefix="store reads")
-        self._writes = ThreadPoolExecutor(1, thread_name_prefix="store writes")
-        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="store prefetches")
+        self._reads = Worker("store reads")
+        self._writes = Worker("store writes")
+        self._ahead = Worker("store prefetches")
         self._prefetches: dict[str, tuple[Selection, Future[tuple[dict[str, Any], Stored]]]] = {}
         self._releases = Releases()
         self._stats = {"puts": 0, "gets": 0, "removes": 0, "bytes_put": 0, "bytes_got": 0}
@@ -238,7 +239,7 @@ class ObjectStore:
         wanted = Selection(fields, rows, partition, slices or {})
         with self._lock:
             if ref.key not in self._prefetches:
-                self._prefetches[ref.key] = wanted, self._submit(self._ahead, self._read, ref, wanted)
+                self._prefetches[ref.key] = wanted, self._ahead.submit(self._read, ref, wanted)
 
     async def aput(
         self,
@@ -248,12 +249,12 @@ class ObjectStore:
     ) -> BatchRef:
         """`put` in a thread of the store's, so that the event loop goes on. Cancelling does not undo what has begun."""
         self._check_open()
-        return await asyncio.wrap_future(self._submit(self._writes, self.put, batch, value_spec, partitions))
+        return await asyncio.wrap_future(self._writes.submit(self.put, batch, value_spec, partitions))
 
     async def aget(self, ref: BatchRef, *arguments: Any, **more: Any) -> GetResult:
         """`get`, with the same arguments, in a thread of the store's, so that the event loop goes on."""
         self._check_open()
-        return await asyncio.wrap_future(self._submit(self._reads, self.get, ref, *arguments, **more))
+        return await asyncio.wrap_future(self._reads.submit(self.get, ref, *arguments, **more))
 
     def remove(self, ref: BatchRef) -> None:
         """Free a batch. Removing it again, or when it is already gone, does nothing.
@@ -284,8 +285,8 @@ class ObjectStore:
                 prefetched = list(self._prefetches)
             for key in prefetched:
                 self._give_up_prefetch(key)
-            for thread in (self._reads, self._writes, self._ahead):  # calls that wait there find the store closed
-                thread.shutdown(wait=True)
+            for worker in (self._reads, self._writes, self._ahead):  # calls that wait there find the store closed
+                worker.close(CLOSE_SECONDS)
             self._releases.close()
             self._carrier.close()
 
@@ -306,15 +307,6 @@ class ObjectStore:
             )
         if self._closed:
             raise StoreClosed(f"the {self.backend} store of run {self.run_id!r} is closed; open a new one")
-
-    def _submit(
-        self, thread: ThreadPoolExecutor, call: Callable[..., Result], *arguments: Any, **more: Any
-    ) -> Future[Result]:
-        try:
-            return thread.submit(call, *arguments, **more)
-        except RuntimeError:  # it was closed just now
-            self._check_open()
-            raise
 
     def _check_ref(self, ref: BatchRef) -> None:
         if not isinstance(ref, BatchRef):

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from mooncake_store import ConfigError, StoreClosed, StoreFull, StoreUnavailable, claim
+from mooncake_store import ConfigError, StoreClosed, StoreFull, StoreUnavailable, claim, codes
 from mooncake_store.claim import (
     Claimant,
     RunClaim,
@@ -360,6 +360,22 @@ def test_a_beat_moves_away_from_a_holder_that_is_gone(master: Master, clock: Clo
     master.allocate = refuse  # type: ignore[method-assign]
     mine.beat(["a", "b"])
     assert master.records.read(beat_key("r")) not in (None, before)
+
+
+def test_a_beat_tries_no_other_segment_when_the_master_is_gone(master: Master, clock: Clock) -> None:
+    """Each try takes a second, under the lock that a close waits for."""
+    mine = claim_of(master)
+    mine.take("a")
+    tried: list[str] = []
+
+    def refuse(keys: Any, nbytes: Any, segment: str) -> None:
+        tried.append(segment)
+        raise StoreUnavailable("the master does not answer", code=codes.RPC_FAILED)
+
+    master.allocate = refuse  # type: ignore[method-assign]
+    with pytest.raises(StoreUnavailable, match="the master"):
+        mine.beat(["a", "b", "c"])
+    assert tried == ["a"]
 
 
 # --- giving up --------------------------------------------------------------------------------------------------------

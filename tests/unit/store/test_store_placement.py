@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from typing import Any
 
@@ -17,6 +16,7 @@ from mooncake_store.encode import STEP_BYTES, Sink
 from mooncake_store.placement import frames, part_key
 from mooncake_store.segment import Mapping
 from mooncake_store.sinks import WINDOW_BYTES
+from mooncake_store.worker import Worker
 from tests.unit.store.store_master import Content, Lent, Master, Transport, ref_of
 
 PAYLOAD = bytes(range(250)) * 10
@@ -236,7 +236,7 @@ def test_a_store_that_is_closed_while_it_sends_says_so() -> None:
             transport.writer.close()
             super().fill(sink)
 
-    with pytest.raises(StoreClosed, match="closed while a batch was put"):
+    with pytest.raises(StoreClosed, match="was closed meanwhile"):
         transport.write(Closed(bytes(3 * WINDOW_BYTES)))
     assert not master.stored()
     assert transport.pool.lent_bytes == 0
@@ -346,9 +346,12 @@ def test_the_first_windows_are_short() -> None:
     nbytes, sent = 5 * WINDOW_BYTES, list[int]()
     parts = frames(bytes(16), nbytes, nbytes)
     buffer = np.zeros(sinks.window_buffer(parts, 1 << 30), dtype=np.uint8)
-    with ThreadPoolExecutor(1) as executor:
-        windows = sinks.Windows(parts, lambda: None, buffer, lambda *what: sent.append(what[2].size), executor)
+    sender = Worker("test sender")
+    try:
+        windows = sinks.Windows(parts, lambda: None, buffer, lambda *what: sent.append(what[2].size), sender)
         Content(bytes(nbytes)).write(windows)
+    finally:
+        sender.close(60.0)
     assert sum(sent) >= nbytes
     assert sent[0] <= sinks.FIRST_BYTES < sent[1] <= sinks.GROWTH * sinks.FIRST_BYTES < sent[2] <= WINDOW_BYTES
     assert len(sent) <= 9, "and the others full"
