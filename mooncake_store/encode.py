@@ -362,7 +362,7 @@ def _steps(ends: Numbers, blocks: Blocks) -> Iterator[tuple[tuple[int, int], tup
         unit_ends, rows, numbers = ends, np.arange(1, ends.size + 1), blocks.first[1:]
     unit, row, block, start = 0, 0, 0, 0
     while unit < unit_ends.size:
-        unit = max(unit + 1, int(np.searchsorted(unit_ends, start + STEP_BYTES, side="right")))
+        unit = max(unit + 1, int(unit_ends.searchsorted(start + STEP_BYTES, side="right")))
         end = int(unit_ends[unit - 1])
         yield (row, int(rows[unit - 1])), (block, int(numbers[unit - 1])), start, end
         row, block, start = int(rows[unit - 1]), int(numbers[unit - 1]), end
@@ -411,7 +411,7 @@ class _Stacked(_Rows):
         out, rows = target.view(self._dtype), self._rows[first:last]
         if self.item is None:
             rows = [row.reshape(-1) for row in rows]
-        else:
+        elif self.item:
             out = out.reshape(-1, *self.item)
         if len(rows) == 1:
             np.copyto(out, rows[0], casting="unsafe")
