@@ -17,24 +17,30 @@ import sys
 import time
 
 GRACE_SECONDS = 3.0
+KILLED_SECONDS = 2.0  # for a process that was killed to be gone: its memory is freed first
 
 
 def _end_group() -> None:
-    """SIGTERM to the group, then SIGKILL to what is left of it."""
+    """SIGTERM to the group, then SIGKILL to what is left of it, this process included."""
     os.killpg(0, signal.SIGTERM)
-    deadline = time.monotonic() + GRACE_SECONDS
-    while _others_in_group() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    if _others_in_group():
+    _wait_for_end(os.getpgrp(), GRACE_SECONDS)
+    if _is_left(os.getpgrp()):
         os.killpg(0, signal.SIGKILL)
+
+
+def _wait_for_end(group: int, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while _is_left(group) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def _default_sigterm() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _others_in_group() -> bool:
-    group, me = os.getpgrp(), os.getpid()
+def _is_left(group: int) -> bool:
+    """Whether a process of the group runs, other than this one."""
+    me = os.getpid()
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == me:
             continue
@@ -51,13 +57,15 @@ def _others_in_group() -> bool:
 def main(command: list[str]) -> int:
     guard = os.fork()
     if guard:
-        return _shell_status(os.waitstatus_to_exitcode(os.waitpid(guard, 0)[1]))
+        ended = os.waitstatus_to_exitcode(os.waitpid(guard, 0)[1])
+        _wait_for_end(guard, KILLED_SECONDS)  # whoever waits for this process counts on all having ended
+        return _shell_status(ended)
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to the whole group below; the guard must outlast it
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_default_sigterm)
     select.select([0, os.pidfd_open(child.pid)], [], [])
     status = child.poll()
-    if status is None or _others_in_group():  # a command's own children must not outlive it either
+    if status is None or _is_left(os.getpgrp()):  # a command's own children must not outlive it either
         _end_group()
     return _shell_status(child.wait())
 

@@ -11,11 +11,13 @@ import pytest
 
 from mooncake_store.process import ManagedProcess
 
-# A command that starts a child of its own, writes both pids, and ignores SIGTERM when asked to be stubborn.
+# A command that starts a child of its own, writes both pids, and ignores SIGTERM when asked to be stubborn. Its memory
+# takes the kernel a while to free once it is killed.
 FAMILY = """
 import os, signal, subprocess, sys, time
 if sys.argv[2] == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    memory = b"x" * (400 << 20)
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 open(sys.argv[1] + ".tmp", "w").write(f"{os.getpid()} {child.pid}")
 os.rename(sys.argv[1] + ".tmp", sys.argv[1])
