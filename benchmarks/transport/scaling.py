@@ -217,7 +217,7 @@ def draw(measurements: Sequence[Measurement], peers: Sequence[Peer], directory: 
     item = measurements[0]
 
     def paint(figure: Any) -> None:
-        from matplotlib.ticker import NullLocator
+        from matplotlib.ticker import LogLocator, NullLocator
 
         grid = figure.add_gridspec(
             2, len(SWEEPS), left=0.06, right=0.975, top=0.83, bottom=0.15, wspace=0.22, hspace=0.25
@@ -238,7 +238,10 @@ def draw(measurements: Sequence[Measurement], peers: Sequence[Peer], directory: 
                 axes.set(xscale="log", yscale="log", xlabel=sweep.label if row else "", ylabel=label)
                 points = sweep.points if len(sweep.points) < 6 else sweep.points[::2]
                 axes.set_xticks(points, [f"{point:,}" for point in points])
-                axes.xaxis.set_minor_locator(NullLocator())
+                axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if row else (1,), numticks=9))
+                axes.yaxis.set_major_formatter("{x:g}")
+                for axis in (axes.xaxis, axes.yaxis):
+                    axis.set_minor_locator(NullLocator())
         handles, names = axes.get_legend_handles_labels()
         figure.legend(handles, names, loc="lower center", ncols=6, labelcolor=PALE, handlelength=3)
 
