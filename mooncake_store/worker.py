@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -27,6 +28,8 @@ class Worker:
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         self._closed = False
+        # One that nobody closed ends its thread, too, which therefore refers to the queue alone.
+        weakref.finalize(self, self._queue.put, None).atexit = False
 
     def submit(self, call: Callable[..., Result], *arguments: Any, **more: Any) -> Future[Result]:
         """Have `call` done after what was submitted before; StoreClosed when the worker was closed."""
@@ -34,7 +37,7 @@ class Worker:
         self._queue.put((future, partial(call, *arguments, **more)))
         with self._lock:
             if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread = threading.Thread(target=_work, args=(self._queue,), name=self._name, daemon=True)
                 self._thread.start()
         # Asked last: what was queued before the end is done, what came behind it never would be.
         if self._closed and future.cancel():
@@ -54,12 +57,13 @@ class Worker:
         if seconds and thread is not None and thread is not threading.current_thread():
             thread.join(seconds)
 
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            future, call = item
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(call())
-                except BaseException as error:
-                    future.set_exception(error)
-            del item, future, call  # and what they refer to, which may be the last view of a batch
+
+def _work(given: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+    while (item := given.get()) is not None:
+        future, call = item
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+        del item, future, call  # and what they refer to, which may be the last view of a batch

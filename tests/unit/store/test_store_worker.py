@@ -68,6 +68,14 @@ def test_a_worker_may_close_itself(worker: Worker) -> None:
     worker.submit(worker.close, HANG).result(HANG)
 
 
+def test_a_worker_that_nobody_closed_ends_with_its_last_reference() -> None:
+    worker = Worker("forgotten worker")
+    thread = worker.submit(threading.current_thread).result(HANG)
+    del worker
+    thread.join(HANG)
+    assert not thread.is_alive()
+
+
 @pytest.mark.parametrize("moment", ["thread start", "queue put"])
 def test_a_close_in_the_midst_of_a_submit_hangs_nobody(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     worker, start = Worker("test worker"), threading.Thread.start
