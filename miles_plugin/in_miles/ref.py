@@ -1,0 +1,39 @@
+"""What a ref of miles holds, and what happens to one that reaches a process without this backend."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from miles_plugin.in_miles.installation import is_installed
+from mooncake_store import BatchRef
+from mooncake_store.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class MilesRef:
+    """A stored batch, and what its readers need to know of what was put.
+
+    Attributes:
+        batch: names the stored batch.
+        lists: columns that went in as Python lists of numbers, and come back so.
+        rows: columns with one item per sample that are worth reading by rows.
+        whole: the others, in order.
+        lengths: tokens of each sample, where ranks choose their rows before they read any.
+    """
+
+    batch: BatchRef
+    lists: frozenset[str] = frozenset()
+    rows: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
+    lengths: tuple[int, ...] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (self.batch, self.lists, self.rows, self.whole, self.lengths)
+
+
+def _received(*parts: Any) -> MilesRef:
+    if not is_installed():
+        raise ConfigError(
+            "a batch of miles-mooncake's store has reached a process whose miles has its own store: start the driver "
+            "with `python -m miles_plugin.run SCRIPT ...`, or call miles_plugin.install() first thing in it"
+        )
+    return MilesRef(*parts)
