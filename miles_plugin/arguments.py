@@ -51,6 +51,12 @@ class LayoutArguments(BaseModel):
     actor_num_gpus_per_node: int = Field(2, ge=1, description="trainer ranks (FSDP data parallel) of one node")
     rollout_num_gpus: int = Field(1, ge=1, description="GPUs of all rollout engines together")
     rollout_num_gpus_per_engine: int = Field(1, ge=1, description="tensor-parallel size of one engine")
+    ray_address: str | None = Field(
+        None,
+        min_length=1,
+        description="a Ray cluster that is there already, as HOST:PORT or auto: its nodes offer the resources "
+        "rollout_node and trainer_node_0, ...; default: a local one that ends with the job",
+    )
     colocate: bool = Field(False, description="trainers and engines on the same GPUs: not supported, and refused")
 
     @property

@@ -1,4 +1,7 @@
-"""A local Ray cluster on loopback: a rollout node and trainer nodes, each a raylet, told apart by their resources."""
+"""A local Ray cluster on loopback: a rollout node and trainer nodes, each a raylet, told apart by their resources.
+
+A cluster of several machines that is there already is joined instead: see `joined_cluster.py`.
+"""
 
 import atexit
 import contextlib
@@ -26,11 +29,15 @@ class NodeFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """A raylet: worker processes it may keep warm, CUDA device ids it owns, bytes of /dev/shm for its objects."""
+    """A raylet: worker processes it may keep warm, CUDA device ids it owns, bytes of /dev/shm for its objects.
+
+    host: where its processes are reached by those of other nodes.
+    """
 
     cpus: int
     gpus: Sequence[int] = ()
     object_store_bytes: int = OBJECT_STORE_BYTES
+    host: str = LOOPBACK
 
 
 def trainer_node(index: int) -> str:
@@ -69,30 +76,37 @@ def local_cluster(rollout: NodeSpec, trainers: Sequence[NodeSpec]) -> Iterator[L
     Ray's reaper ends them too if this process is killed.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # or what Ray says of a dead worker has escape codes, in files too
     import ray
     from ray.cluster_utils import Cluster
 
-    _keep_colorama_quiet()
-    logging.getLogger("ray").setLevel(logging.ERROR)
-    on_sigterm = signal.getsignal(signal.SIGTERM)
     cluster = Cluster(initialize_head=True, head_node_args=_node_args(ROLLOUT_NODE, rollout))
     nodes = {ROLLOUT_NODE: cluster.head_node}
     try:
         for index, trainer in enumerate(trainers):
             nodes[trainer_node(index)] = cluster.add_node(**_node_args(trainer_node(index), trainer))
-        ray.init(
-            address=cluster.address,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}},
-        )
-        # Ray's own SIGTERM handler dumps native stacks; the caller's ends the job in order.
-        signal.signal(signal.SIGTERM, on_sigterm)
+        connect(cluster.address)
         yield LocalCluster(nodes)
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+def connect(address: str) -> None:
+    """Make this process a driver of the cluster at `address`."""
+    os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # or what Ray says of a dead worker has escape codes, in files too
+    import ray
+
+    _keep_colorama_quiet()
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    ray.init(
+        address=address,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        runtime_env={"env_vars": {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}},
+    )
+    # Ray's own SIGTERM handler dumps native stacks; the caller's ends the job in order.
+    signal.signal(signal.SIGTERM, on_sigterm)
 
 
 def _keep_colorama_quiet() -> None:

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from miles_plugin.arguments import TrainConfig
-from miles_plugin.cluster import LOOPBACK, ROLLOUT_NODE, local_cluster, trainer_node
+from miles_plugin.cluster import ROLLOUT_NODE, LocalCluster, local_cluster, trainer_node
 from miles_plugin.engines.sglang import EngineError
 from miles_plugin.interrupt import no_descendant_left
+from miles_plugin.joined_cluster import JoinedCluster, joined_cluster
 from miles_plugin.object_store import start_segment_holder
 from miles_plugin.plan import Plan
 from miles_plugin.report.units import nbytes
+from miles_plugin.shared_files import share
 from mooncake_store.errors import ConfigError
 from mooncake_store.master import MasterProcess
 from mooncake_store.process import tail
@@ -264,10 +266,17 @@ def start_parts(
             stack.callback(holder.stop)
             watched.append(holder)
             say(f"segment holder: {nbytes(holder.record.nbytes)} lent as {holder.record.name}")
-        cluster = stack.enter_context(local_cluster(plan.rollout_node, plan.trainer_nodes))
-        say(f"Ray: a rollout node and {len(plan.trainer_nodes)} trainer node{'s'[: len(plan.trainer_nodes) > 1]}")
+        trainers = len(plan.trainer_nodes)
+        cluster: LocalCluster | JoinedCluster
+        if config.ray_address:
+            cluster = stack.enter_context(joined_cluster(config.ray_address, trainers))
+        else:
+            cluster = stack.enter_context(local_cluster(plan.rollout_node, plan.trainer_nodes))
+        say(f"Ray: a rollout node and {trainers} trainer node{'s'[: trainers > 1]}{_where(config, plan)}")
         watch = Watch([*watched, cluster])
         start_from = checkpoint(watch.check_if_due)
+        if isinstance(cluster, JoinedCluster):
+            share(cluster, config, start_from)
         say("starting the trainers and SGLang, which takes about half a minute")
         parts = Parts(watch, _manager(plan, directory), _trainers(config, plan, run_id, directory), say)
         try:
@@ -277,6 +286,12 @@ def start_parts(
         finally:
             descendants.note()  # once its parent is gone, a process is no descendant any more
             parts.abandon()
+
+
+def _where(config: TrainConfig, plan: Plan) -> str:
+    if not config.ray_address:
+        return ""
+    return f": {plan.rollout_node.host} and {', '.join(node.host for node in plan.trainer_nodes)}"
 
 
 def _manager(plan: Plan, directory: Path) -> Part:
@@ -311,7 +326,7 @@ def _trainers(config: TrainConfig, plan: Plan, run_id: str, directory: Path) -> 
                 num_gpus=1 if plan.trainer_nodes[node].gpus else 0,
                 runtime_env={"env_vars": {"LOCAL_RANK": str(rank % per_node)}},
             )
-            .remote(log, config, run_id, rank, LOOPBACK)
+            .remote(log, config, run_id, rank, plan.trainer_nodes[node].host)
         )
         parts.append(Part(f"trainer rank {rank}", actor, log))
     return parts
@@ -331,9 +346,11 @@ def _connect(
     if warning := devices_differ(config.mooncake_store_init_kwargs.get("device_name"), devices):
         say(warning)
     parts.managed("set_up", config, master, run_id, directory)
-    engines = parts.start_managed("start_engines", checkpoint, LOOPBACK, plan.rollout_node.gpus)
+    # In a cluster that was there before, Ray says which.
+    gpus = parts.managed("gpus") if config.ray_address else plan.rollout_node.gpus
+    engines = parts.start_managed("start_engines", checkpoint, plan.rollout_node.host, gpus)
     (port,) = parts.wait([parts.start_first("rendezvous_port")])
-    parts.each("join", LOOPBACK, port)
+    parts.each("join", plan.trainer_nodes[0].host, port)
     parts.wait([engines])
     parts.each("connect_engines", parts.managed("engines"))
     say("SGLang serves; the trainers and the engines share a process group")

@@ -69,8 +69,12 @@ def processes(config: TrainConfig, plan: Plan) -> list[PlannedProcess]:
         if segment:
             planned.append(PlannedProcess("driver", "segment holder", 1, _HOLDER * _MB + segment, "Mooncake"))
     engines = config.rollout_num_gpus // config.rollout_num_gpus_per_engine
+    starts_ray = config.ray_address is None
+    if starts_ray:
+        planned.append(
+            PlannedProcess(ROLLOUT_NODE, "Ray head", 1, _HEAD * _MB + OBJECT_STORE_BYTES, "GCS, raylet, agents")
+        )
     planned += [
-        PlannedProcess(ROLLOUT_NODE, "Ray head", 1, _HEAD * _MB + OBJECT_STORE_BYTES, "GCS, raylet, agents"),
         PlannedProcess(ROLLOUT_NODE, "rollout manager", 1, _MANAGER * _MB, "Ray"),
         PlannedProcess(ROLLOUT_NODE, "SGLang engine", engines, engines * (_ENGINE * _MB + weights), "HTTP, internal"),
     ]
@@ -78,10 +82,10 @@ def processes(config: TrainConfig, plan: Plan) -> list[PlannedProcess]:
     trained = _TRAINED_PER_CHECKPOINT_BYTE * weights // config.world_size
     for index in range(config.actor_num_nodes):
         node = trainer_node(index)
-        planned += [
-            PlannedProcess(node, "Ray node", 1, _NODE * _MB + OBJECT_STORE_BYTES, "raylet, agents"),
-            PlannedProcess(node, "trainer rank", ranks, ranks * (_RANK * _MB + trained), "Ray, gloo or NCCL, Mooncake"),
-        ]
+        if starts_ray:
+            planned.append(PlannedProcess(node, "Ray node", 1, _NODE * _MB + OBJECT_STORE_BYTES, "raylet, agents"))
+        rank_bytes = ranks * (_RANK * _MB + trained)
+        planned.append(PlannedProcess(node, "trainer rank", ranks, rank_bytes, "Ray, gloo or NCCL, Mooncake"))
     return planned
 
 
@@ -141,9 +145,16 @@ def _facts(config: TrainConfig, plan: Plan) -> dict[str, Any]:
         "resume": str(plan.resume.directory) if plan.resume else "no, from the beginning",
         "save": f"{config.save}, every {config.save_interval} rollouts" if config.save else "nothing",
         "devices": f"{gpus} GPUs" if gpus else f"CPU ({os.cpu_count()} cores)",
-        "addresses": f"{LOOPBACK}, free ports chosen at the start; Ray on 127.0.0.2",
+        "addresses": _addresses(config, plan),
         "memory": f"about {_gb(total)} of {_gb(limit.nbytes)} ({limit.source})",
     }
+
+
+def _addresses(config: TrainConfig, plan: Plan) -> str:
+    if config.ray_address is None:
+        return f"{LOOPBACK}, free ports chosen at the start; Ray on 127.0.0.2"
+    trainers = ", ".join(node.host for node in plan.trainer_nodes)
+    return f"rollout on {plan.rollout_node.host}, trainers on {trainers}; Ray at {config.ray_address}, which stays"
 
 
 def _store(config: TrainConfig, plan: Plan) -> MooncakeConfig:

@@ -8,6 +8,7 @@ from miles_plugin.arguments import TrainConfig
 from miles_plugin.checkpoint import check_save, check_writable, find
 from miles_plugin.cluster import NodeSpec
 from miles_plugin.engines.routed_experts import check_routed_experts
+from miles_plugin.joined_cluster import find_nodes
 from miles_plugin.object_store import open_rollout_store
 from miles_plugin.plan import PENDING_MASTER, Plan, check_memory, weight_files
 from miles_plugin.report.observers import check_tracking
@@ -40,6 +41,14 @@ def check(config: TrainConfig) -> Plan:
     _check_cache(config)
     check_data(config, resume.progress.manager if resume else None)
     check_routed_experts(config)
+    if config.ray_address is not None:
+        if own_master:
+            raise ConfigError(
+                f"ray_address={config.ray_address}: a job on several hosts needs a master that they all reach; start "
+                f"mooncake_master and name it (master_server_address, or {MASTER_VARIABLE})"
+            )
+        ranks = [config.actor_num_gpus_per_node] * config.actor_num_nodes
+        return Plan(own_master, *find_nodes(config.ray_address, ranks, config.rollout_num_gpus), resume)
     gpus = _visible_gpus()
     needed = config.world_size + config.rollout_num_gpus
     if gpus and len(gpus) < needed:

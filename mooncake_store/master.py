@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -54,13 +55,38 @@ def find_master() -> Path:
     )
 
 
+def master_command(host: str, rpc_port: int, metrics_port: int, options: Mapping[str, str] | None = None) -> list[str]:
+    """The command line of a mooncake_master that keeps what a store acknowledges.
+
+    Args:
+        host: address to listen on.
+        options: more command-line options, for example {"eviction_high_watermark_ratio": "0.9"}.
+
+    Raises:
+        MissingDependency: no executable.
+    """
+    settings = {
+        "rpc_address": host,
+        "rpc_port": str(rpc_port),
+        "metrics_host": host,
+        "metrics_port": str(metrics_port),
+        # A read that outlives its lease fails even on pinned objects (measured on mooncake 0.3.13.post1).
+        "default_kv_lease_ttl": "10m",
+        "allow_evict_soft_pinned_objects": "false",
+        # A log whose last lines are statistics says nothing about an end; /metrics has the numbers.
+        "enable_metric_reporting": "false",
+        **(options or {}),
+    }
+    return [str(find_master()), *(f"--{name}={value}" for name, value in settings.items())]
+
+
 class MasterProcess:
     """A mooncake_master of our own, on free loopback ports, that ends with this process at the latest.
 
     Args:
         log: file to which the master's output is appended.
         start_timeout: seconds to wait for it to become healthy.
-        options: more command-line options, for example {"eviction_high_watermark_ratio": "0.9"}.
+        options: more command-line options; see `master_command`.
         ports: for its clients and for its metrics, instead of free ones: those of a master that is to be replaced.
 
     Attributes:
@@ -80,25 +106,11 @@ class MasterProcess:
         options: dict[str, str] | None = None,
         ports: tuple[int, int] | None = None,
     ) -> None:
-        executable = find_master()
         rpc_port, metrics_port = ports or free_ports(2)
         self.ports = rpc_port, metrics_port
         self.address = f"127.0.0.1:{rpc_port}"
         self.metrics_url = f"http://127.0.0.1:{metrics_port}"
-        settings = {
-            "rpc_address": "127.0.0.1",
-            "rpc_port": str(rpc_port),
-            "metrics_host": "127.0.0.1",
-            "metrics_port": str(metrics_port),
-            # A read that outlives its lease fails even on pinned objects (measured on mooncake 0.3.13.post1).
-            "default_kv_lease_ttl": "10m",
-            "allow_evict_soft_pinned_objects": "false",
-            # A log whose last lines are statistics says nothing about an end; /metrics has the numbers.
-            "enable_metric_reporting": "false",
-            **(options or {}),
-        }
-        command = [str(executable), *(f"--{name}={value}" for name, value in settings.items())]
-        self._process = ManagedProcess(EXECUTABLE, command, log)
+        self._process = ManagedProcess(EXECUTABLE, master_command("127.0.0.1", rpc_port, metrics_port, options), log)
         try:
             self._await_health(start_timeout)
         except BaseException:

@@ -18,6 +18,12 @@ class RolloutManagerActor(RolloutManager):
         redirect_output(log)
         self._engines: list[RunningEngine] = []  # looked at, and stopped, also when the second step failed
 
+    def gpus(self) -> list[int]:
+        """CUDA device ids that Ray has given this process."""
+        import ray
+
+        return list(map(int, ray.get_gpu_ids()))
+
     def set_up(self, config: TrainConfig, master: str | None, run_id: str, run_dir: Path) -> None:
         """The constructor of RolloutManager, for all trainer ranks."""
         super().__init__(config, master, run_id, run_dir, config.world_size)

@@ -72,7 +72,8 @@ class Trainer:
 
 
 def described(store):
-    return {"class": type(store).__module__, "stats": store.stats() if hasattr(store, "stats") else None}
+    stats = store.stats() if hasattr(store, "stats") else None
+    return {"class": type(store).__module__, "stats": stats, "host": ray.util.get_node_ip_address()}
 
 
 def plain(value):
@@ -93,9 +94,13 @@ def main():
     parser.add_argument("--dp-size", type=int, default=2)
     parser.add_argument("--num-rollout", type=int, default=2)
     parser.add_argument("--longest", type=int, default=8, help="tokens of a sample")
-    args = parser.parse_args()
+    parser.add_argument("--trainer-resource", help="that the trainers' node offers")
+    args, _ = parser.parse_known_args()  # of miles's flags those that matter here
+    there = {args.trainer_resource: 0.01} if args.trainer_resource else {}
     manager = ray.remote(Manager).options(num_cpus=0).remote(args)
-    trainers = [ray.remote(Trainer).options(num_cpus=0).remote(args, rank) for rank in range(args.dp_size)]
+    trainers = [
+        ray.remote(Trainer).options(num_cpus=0, resources=there).remote(args, rank) for rank in range(args.dp_size)
+    ]
     object_store.init_instance(args, contribute_segment=False)
     for step in range(args.num_rollout):
         pack = ray.get(manager.generate.remote(step))

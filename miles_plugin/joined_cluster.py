@@ -1,0 +1,136 @@
+"""A Ray cluster that was there before the job: which of its nodes the job uses, and whether they are still there.
+
+A node offers itself by a resource, as `ray start --resources='{"rollout_node": 1}'`; `trainer_node_0`, `trainer_node_1`
+and so on for trainers. One node may offer several.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from miles_plugin.cluster import ROLLOUT_NODE, NodeFailed, NodeSpec, connect, trainer_node
+from mooncake_store.errors import ConfigError, StoreUnavailable
+
+_Result = TypeVar("_Result")
+_CALL_SECONDS = 120.0  # for a worker process to start on each node
+
+
+class JoinedCluster:
+    """The nodes that a job uses, by resource. Made by `joined_cluster`."""
+
+    def __init__(self, nodes: dict[str, str]) -> None:
+        self._nodes = nodes
+
+    def on_each_node(self, function: Callable[..., _Result], *arguments: Any) -> dict[str, _Result]:
+        """Call a function once on every node; the results by host."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in _nodes()}
+        calls = {
+            hosts[node_id]: ray.remote(function)
+            .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
+            .remote(*arguments)
+            for node_id in sorted(set(self._nodes.values()))
+        }
+        return dict(zip(calls, ray.get(list(calls.values()), timeout=_CALL_SECONDS), strict=True))
+
+    def check(self) -> None:
+        """Raise NodeFailed for a node that Ray has given up.
+
+        Ray does that when its raylet has ended, or has not been heard of for about half a minute (ray 2.60).
+        """
+        import ray
+
+        alive = {node["NodeID"]: node["Alive"] for node in ray.nodes()}
+        hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        for name, node_id in self._nodes.items():
+            if not alive.get(node_id, False):
+                raise NodeFailed(
+                    f"the {name.replace('_', ' ')} at {hosts.get(node_id, 'an unknown address')} is gone: its raylet "
+                    f"ended, or the network to it; Ray's logs are there, by default in /tmp/ray/session_latest/logs"
+                )
+
+
+def find_nodes(address: str, world: Sequence[int], engine_gpus: int) -> tuple[NodeSpec, list[NodeSpec]]:
+    """What the cluster at `address` has for a job: the rollout node and the trainer nodes.
+
+    Args:
+        world: trainer ranks on each trainer node.
+        engine_gpus: GPUs of all engines, where the cluster has any.
+
+    Raises:
+        StoreUnavailable: no cluster answers there.
+        ConfigError: a node, or GPUs on one, are missing; says how to start it.
+    """
+    import ray
+
+    with _joined(address):
+        nodes = _nodes()
+        free = ray.available_resources()
+    rollout = _spec(nodes, ROLLOUT_NODE, engine_gpus, 1)
+    trainers = [_spec(nodes, trainer_node(index), ranks, ranks) for index, ranks in enumerate(world)]
+    for name in (ROLLOUT_NODE, *(trainer_node(index) for index in range(len(world)))):
+        if free.get(name, 0.0) < 1.0:
+            raise ConfigError(
+                f"ray_address={address}: {name} is in use by another job; wait for it or stop it (`ray job list`)"
+            )
+    return rollout, trainers
+
+
+@contextlib.contextmanager
+def joined_cluster(address: str, trainers: int) -> Iterator[JoinedCluster]:
+    """Connect this process; at exit, disconnect. The cluster stays.
+
+    Raises what `find_nodes` does.
+    """
+    with _joined(address):
+        nodes = _nodes()
+        names = [ROLLOUT_NODE, *(trainer_node(index) for index in range(trainers))]
+        yield JoinedCluster({name: _node(nodes, name)["NodeID"] for name in names})
+
+
+@contextlib.contextmanager
+def _joined(address: str) -> Iterator[None]:
+    import ray
+
+    try:
+        connect(address)
+    except (ConnectionError, ray.exceptions.RaySystemError, RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise StoreUnavailable(
+            f"ray_address={address}: no Ray cluster can be joined there ({reason}); start one with `ray start --head`"
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _nodes() -> list[dict[str, Any]]:
+    import ray
+
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _node(nodes: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
+    for node in nodes:
+        if node["Resources"].get(name):
+            return node
+    there = ", ".join(node["NodeManagerAddress"] for node in nodes)
+    raise ConfigError(
+        f"no node of the Ray cluster offers {name!r} (its nodes: {there}); start one with "
+        f"ray start --address=... --resources='{{\"{name}\": 1}}'"
+    )
+
+
+def _spec(nodes: Sequence[dict[str, Any]], name: str, gpus: int, cpus: int) -> NodeSpec:
+    node = _node(nodes, name)
+    host, there = node["NodeManagerAddress"], int(node["Resources"].get("GPU", 0))
+    if any(each["Resources"].get("GPU") for each in nodes) and there < gpus:
+        raise ConfigError(
+            f"{name} at {host} has {there} GPUs, {gpus} are needed; lower the layout, or use another node"
+        )
+    return NodeSpec(cpus, gpus=range(gpus) if there else (), host=host)
