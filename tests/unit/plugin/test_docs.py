@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from docs import make_configuration
+from examples.two_node_fsdp import launch
 from miles_plugin.arguments import ENV_PREFIX, TrainConfig
 from miles_plugin.cli import COMMANDS, _top_parser
 
@@ -28,6 +29,8 @@ OTHERS = {
     "--address": "ray job submit",
     "--runtime-env-json": "ray job submit",
     "--no-deps": "pip",
+    "--block": "ray start",
+    "--resources": "ray start",
     "--rpc_port": "mooncake_master",
     "--metrics_port": "mooncake_master",
     "--rpc_address": "mooncake_master",
@@ -40,7 +43,7 @@ OTHERS = {
 
 
 def flags() -> set[str]:
-    parsers = [_top_parser(), *(command.parser() for command in COMMANDS.values())]
+    parsers = [_top_parser(), *(command.parser() for command in COMMANDS.values()), launch._parser()]
     return {flag for parser in parsers for action in actions(parser) for flag in action.option_strings}
 
 
