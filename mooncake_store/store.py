@@ -94,12 +94,16 @@ class GetResult:
                 from it may be wrong.
         """
         stored, self._batch, self._stored = self._stored, None, None
-        if stored is not None and self._watch is not None:
+        if stored is None or self._watch is None:
+            return
+        try:
+            # While this still holds the memory: who is told of its end may give it to another batch at once.
+            self._watch.confirm()
+        finally:
             root = weakref.ref(stored.source.root)
             self._watch.ended = True
             del stored
             self._watch.ended = root() is None  # or an array is kept longer, and the end is yet to come
-            self._watch.confirm()
 
     def __enter__(self) -> dict[str, Any]:
         return self.value

@@ -153,6 +153,17 @@ def test_what_changed_under_an_array_that_was_kept_longer_is_logged(
     assert caplog.text.count("still in use when their batch's memory was given away") == int(not kept)
 
 
+def test_nothing_is_acknowledged_while_it_is_looked_at(store: ObjectStore, carrier: Memory) -> None:
+    """Whoever is told may give the memory away at once, and a look may take seconds where the master is away."""
+    gone = threading.Event()
+    told: list[bool] = []
+    result = store.get(store.put(BATCH), on_release=gone.set)
+    carrier.check = lambda: told.append(gone.wait(0.5))
+    result.release()
+    assert told == [False]
+    assert gone.wait(10)
+
+
 def test_what_was_confirmed_at_its_end_is_not_asked_for_again(store: ObjectStore, carrier: Memory) -> None:
     ref = store.put(BATCH)
     asked: list[int] = []
