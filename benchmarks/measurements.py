@@ -44,6 +44,8 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
         bytes: of the payload.
         extra_bytes: of "memory": private memory of the writer at its peak, less what it had before.
         scale: of a scaling run, by name what was varied and how far.
+        latencies: of "rdma", seconds of each operation of the round.
+        cpu_seconds: of "rdma", by host ("here", "there") what its processes took.
         machine, versions: where, and of which parts.
         format: of this line.
     """
@@ -60,6 +62,8 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
     extra_bytes: int | None = None
     scale: dict[str, int] | None = None
+    latencies: list[float] | None = None
+    cpu_seconds: dict[str, float] | None = None
     format: int = FORMAT
 
     @property
@@ -76,6 +80,11 @@ def this_machine() -> tuple[Machine, dict[str, str]]:
     with suppress(PackageNotFoundError):  # a peer that most machines do not have
         versions["TransferQueue"] = version("TransferQueue")
     return machine, versions
+
+
+def machine_of(described: object) -> Machine:
+    """A machine that another host described as plain values."""
+    return msgspec.convert(described, Machine)
 
 
 def append(path: Path, measurements: Iterable[Measurement]) -> None:

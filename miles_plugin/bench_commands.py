@@ -25,6 +25,7 @@ def bench_parser() -> argparse.ArgumentParser:
     )
     names = parser.add_subparsers(dest="benchmark", required=True, metavar="NAME", help="what to measure")
     _add_transport(names)
+    _add_rdma(names)
     return parser
 
 
@@ -135,3 +136,77 @@ def _add_transport(names: Any) -> None:
         help="replace what lies between the marks of this benchmark in a Markdown file (default: none)",
     )
     output.add_argument("--check", action="store_true", help="end with status 1 when a target is missed (default: 0)")
+
+
+def _add_rdma(names: Any) -> None:
+    parser = names.add_parser(
+        "rdma",
+        help="objects between two hosts over any protocol, beside the link and Mooncake's raw transfer engine",
+        description="Put objects into the memory of another host and get them back, by the store's client, in rounds "
+        "in which Mooncake's transfer_engine_bench, a plain socket, and iperf3 and ib_write_bw where both hosts have "
+        "them, take turns. On the other host start `miles-mooncake bench rdma --serve` first. Prints a table; writes "
+        "JSON lines, the table as Markdown and a plot. With --protocol rdma the devices' own counters must have seen "
+        "the bytes.",
+    )
+    hosts = parser.add_argument_group("hosts", "which of the two this is")
+    hosts.add_argument("--serve", action="store_true", help="be the other host, until Ctrl-C (default: measure)")
+    hosts.add_argument(
+        "--listen", default="0.0.0.0", metavar="HOST[:PORT]", help="with --serve, where to (default: 0.0.0.0:50060)"
+    )
+    hosts.add_argument("--peer", metavar="HOST[:PORT]", help="the host that serves (default port: 50060)")
+    hosts.add_argument(
+        "--address", metavar="HOST", help="of this host, for the other one (default: the one that leads to --peer)"
+    )
+    hosts.add_argument(
+        "--protocol", metavar="{tcp,rdma}", help="how bytes travel (default: MOONCAKE_PROTOCOL, else rdma)"
+    )
+    hosts.add_argument(
+        "--device", metavar="NAMES", help="RDMA devices of this host, on each its own (default: MOONCAKE_DEVICE)"
+    )
+    load = parser.add_argument_group("load", "what is moved; of several values every combination")
+    load.add_argument(
+        "--sizes", nargs="+", metavar="SIZE", help="of an object (default: 64kb 1mb 16mb 64mb; with --quick 64kb 1mb)"
+    )
+    load.add_argument(
+        "--batch", nargs="+", type=int, default=[1], metavar="N", help="objects that an operation moves (default: 1)"
+    )
+    load.add_argument(
+        "--workers", nargs="+", type=int, default=[1], metavar="N", help="processes that put or get (default: 1)"
+    )
+    load.add_argument(
+        "--placement",
+        nargs="+",
+        default=["peer"],
+        metavar="{peer,here}",
+        help="whose memory it lies in (default: peer)",
+    )
+    load.add_argument(
+        "--registration",
+        nargs="+",
+        default=["warm"],
+        metavar="{warm,cold}",
+        help="of the memory it is sent from: before, or every time (default: warm)",
+    )
+    how = parser.add_argument_group("measurement", "how often")
+    how.add_argument("--repeats", type=int, metavar="N", help="rounds (default: 5; with --quick 2)")
+    how.add_argument("--warmup", type=int, metavar="N", help="rounds before those (default: 1)")
+    how.add_argument(
+        "--round-bytes", metavar="SIZE", help="that a worker moves in a round (default: 256mb; with --quick 8mb)"
+    )
+    how.add_argument(
+        "--quick", action="store_true", help="a run of seconds that proves only that it works (default: off)"
+    )
+    output = parser.add_argument_group("output", "what becomes of it")
+    output.add_argument("--output", type=Path, metavar="DIR", help="where to write (default: runs/rdma-<run id>)")
+    output.add_argument(
+        "--compare",
+        type=Path,
+        metavar="FILE",
+        help="measurements.jsonl of an earlier run: what changed (default: nothing)",
+    )
+    output.add_argument(
+        "--document",
+        type=Path,
+        metavar="FILE",
+        help="replace what lies between its marks in a Markdown file (default: none)",
+    )

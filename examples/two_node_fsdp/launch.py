@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from examples.two_node_fsdp import job
-from examples.two_node_fsdp.background import STOP_SECONDS, Background, NotReady
+from examples.two_node_fsdp.background import Background, NotReady
 from examples.two_node_fsdp.checks import roles_here
-from examples.two_node_fsdp.nodes import RAY, environment, require_nodes, start_head, start_worker
+from examples.two_node_fsdp.nodes import JOB_STOP_SECONDS, RAY, environment, require_nodes, start_head, start_worker
 from examples.two_node_fsdp.settings import Settings, load
 from mooncake_store.errors import ConfigError, StoreError
 
@@ -136,7 +136,7 @@ def _roles(settings: Settings) -> list[str]:
 def _stop_jobs(settings: Settings) -> None:
     """End jobs in order, so that their reports say how they ended."""
     os.environ.update(environment(settings, "head"))
-    for line in job.stop_all(settings, STOP_SECONDS):
+    for line in job.stop_all(settings, JOB_STOP_SECONDS):
         _say(line)
 
 

@@ -15,6 +15,7 @@ from mooncake_store.master import master_command
 
 MASTER, HOLDER, RAY = "mooncake_master", "holder", "ray"
 READY_SECONDS = 60.0
+JOB_STOP_SECONDS = 60
 _HEAD_PORTS = ("master_port", "metrics_port", "ray_port", "dashboard_port")
 
 
@@ -74,6 +75,8 @@ def environment(settings: Settings, role: str, environ: Mapping[str, str] = os.e
         # Ray turns tokens on where it finds one at home, on one node and perhaps not on the other.
         "RAY_AUTH_MODE": environ.get("RAY_AUTH_MODE") or "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Seconds between SIGTERM and SIGKILL for a job that is stopped: Ray's own 3 are too few to end one in order.
+        "RAY_JOB_STOP_WAIT_TIME_S": environ.get("RAY_JOB_STOP_WAIT_TIME_S") or str(JOB_STOP_SECONDS),
     }
     return {**environ, **{name: value for name, value in chosen.items() if value}}
 

@@ -1,0 +1,1 @@
+"""Mooncake between two hosts, over any protocol, beside the link and a raw baseline."""
