@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -81,6 +82,63 @@ def test_ranks_that_split_late_read_their_own_rows_only(init_kwargs: dict[str, A
     manager, *trainers = stores["workers"]
     read = sum(each["stats"]["bytes_received"] for each in trainers)
     assert manager["stats"]["bytes_put"] < read <= 1.1 * manager["stats"]["bytes_put"]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that has the package as a wheel brings it: an editable install has no file beside its packages."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
+    for name in ("pyproject.toml", "setup.py", "README.md", "miles_mooncake.pth"):
+        shutil.copy(ROOT / name, source)
+    for package in ("mooncake_store", "miles_plugin"):
+        shutil.copytree(ROOT / package, source / package)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "install", "--no-deps"]
+    subprocess.run([*pip, "--no-build-isolation", "--target", target, source], check=True, timeout=200)
+    return target
+
+
+# The interpreter reads the files of a directory of packages when it starts; here they are read by name.
+AS_INSTALLED = """
+import runpy, site, sys
+site.addsitedir({site!r})
+sys.argv[:] = sys.argv[1:]
+sys.path.insert(0, {host!r})
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_the_hook_alone_is_enough_for_a_submitted_job(installed: Path, init_kwargs: dict[str, Any]) -> None:
+    job = {"runtime_env": {"worker_process_setup_hook": "miles_plugin.install"}}
+    flags = ["--object-store-backend", "mooncake", "--mooncake-store-init-kwargs", json.dumps(init_kwargs)]
+    code = AS_INSTALLED.format(site=str(installed), host=str(HOST))
+    done = run([sys.executable, "-c", code], *flags, environment={"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(job)})
+    assert done.returncode == 0, done.stderr[-3000:]
+    stores = json.loads(done.stdout.splitlines()[-1])
+    assert {stores["driver"], *(each["class"] for each in stores["workers"])} == {OURS}
+
+
+@pytest.mark.parametrize(
+    "job", [None, {"runtime_env": {}}, {"runtime_env": {"worker_process_setup_hook": "theirs.hook"}}]
+)
+def test_python_starts_as_ever_where_nobody_asks_for_the_hook(installed: Path, job: dict[str, Any] | None) -> None:
+    code = f"import site, sys; site.addsitedir({str(installed)!r}); assert 'miles_plugin' not in sys.modules"
+    environment = {} if job is None else {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(job)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_hook_that_cannot_be_installed_ends_python_at_its_start(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "miles").mkdir()
+    (tmp_path / "miles" / "__init__.py").touch()  # a miles without what is looked for
+    job = {"runtime_env": {"worker_process_setup_hook": "miles_plugin.install"}}
+    code = f"import site, sys; sys.path.insert(0, {str(tmp_path)!r}); site.addsitedir({str(installed)!r}); print('on')"
+    environment = {**os.environ, "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(job)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert not done.stdout
+    assert "looked for miles.utils.object_store" in done.stderr
 
 
 def test_without_the_plugin_in_the_driver_the_job_says_how_to_start_it(init_kwargs: dict[str, Any]) -> None:
