@@ -125,11 +125,21 @@ def received_bytes(host: Host) -> int:
     return int(line.partition(":")[2].split()[0])
 
 
+_LIST = """
+import os
+for pid in filter(str.isdigit, os.listdir("/proc")):
+    try:
+        command = open(f"/proc/{pid}/cmdline", "rb").read().replace(b"\\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        continue
+    if int(pid) not in (1, os.getpid()) and command:
+        print(command.replace("\\n", " "))
+"""
+
+
 def processes(host: Host) -> list[str]:
-    """What runs there, without its first process."""
-    listed = host.run(["ps", "-e", "-o", "pid=,args="]).stdout.splitlines()
-    found = dict(line.split(maxsplit=1) for line in listed)
-    return [command for pid, command in found.items() if pid != "1" and not command.startswith("ps ")]
+    """Command lines of what runs there, without its first process. One that has ended has none."""
+    return sorted(host.run([sys.executable, "-S", "-E", "-c", _LIST]).stdout.splitlines())
 
 
 def test_two_nodes_from_start_to_stop(nodes: Nodes) -> None:

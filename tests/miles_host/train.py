@@ -73,7 +73,13 @@ class Trainer:
 
 def described(store):
     stats = store.stats() if hasattr(store, "stats") else None
-    return {"class": type(store).__module__, "stats": stats, "host": ray.util.get_node_ip_address()}
+    imported = sorted(name for name in sys.modules if name.startswith("mooncake."))
+    return {
+        "class": type(store).__module__,
+        "stats": stats,
+        "host": ray.util.get_node_ip_address(),
+        "mooncake": imported,
+    }
 
 
 def plain(value):
