@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from miles_plugin.cluster import ROLLOUT_NODE, NodeFailed, NodeSpec, connect, trainer_node
+from mooncake_store.addresses import unreachable
 from mooncake_store.errors import ConfigError, StoreUnavailable
 
 _Result = TypeVar("_Result")
+REACH_SECONDS = 5.0
 _CALL_SECONDS = 120.0  # for a worker process to start on each node
 
 
@@ -51,6 +53,17 @@ class JoinedCluster:
                     f"the {name.replace('_', ' ')} at {hosts.get(node_id, 'an unknown address')} is gone: its raylet "
                     f"ended, or the network to it; Ray's logs are there, by default in /tmp/ray/session_latest/logs"
                 )
+
+
+def hosts(address: str) -> dict[str, list[str]]:
+    """What the living nodes of the cluster at `address` offer a job, by host; StoreUnavailable where none answers."""
+    with _joined(address):
+        return {
+            node["NodeManagerAddress"]: sorted(
+                name for name in node["Resources"] if name.endswith("_node") or "_node_" in name
+            )
+            for node in _nodes()
+        }
 
 
 def find_nodes(address: str, world: Sequence[int], engine_gpus: int) -> tuple[NodeSpec, list[NodeSpec]]:
@@ -95,6 +108,12 @@ def joined_cluster(address: str, trainers: int) -> Iterator[JoinedCluster]:
 def _joined(address: str) -> Iterator[None]:
     import ray
 
+    # Ray itself tries for more than a minute.
+    reasons = None if address == "auto" else unreachable(address, REACH_SECONDS)
+    if reasons is not None:
+        raise StoreUnavailable(
+            f"ray_address={address}: no Ray cluster answers there ({reasons}); start one with `ray start --head`"
+        )
     try:
         connect(address)
     except (ConnectionError, ray.exceptions.RaySystemError, RuntimeError, ValueError) as error:

@@ -25,6 +25,8 @@ _DRIVER, _MASTER, _HOLDER, _HEAD, _NODE, _MANAGER, _RANK, _ENGINE = 600, 50, 70,
 # float32 weights, gradients and two moments, for each byte of a bfloat16 checkpoint.
 _TRAINED_PER_CHECKPOINT_BYTE = 8
 _TINY_CHECKPOINT_BYTES = 2 * _MB
+# Of a tokenizer the file that has its tokens. Without any of them transformers makes one that knows none.
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json")
 # Stands for the address of a master that the job will start, while the other settings are resolved.
 PENDING_MASTER = "127.0.0.1:1"
 
@@ -92,6 +94,16 @@ def processes(config: TrainConfig, plan: Plan) -> list[PlannedProcess]:
 def weight_files(checkpoint: Path) -> list[Path]:
     """The files of weights in a Hugging Face checkpoint directory; the older form counts where there is no other."""
     return [*checkpoint.glob("*.safetensors")] or [*checkpoint.glob("pytorch_model*.bin")]
+
+
+def missing_files(checkpoint: Path) -> list[str]:
+    """What a Hugging Face checkpoint directory lacks of configuration, weights and tokenizer."""
+    parts = {
+        "config.json": (checkpoint / "config.json").is_file(),
+        "weights (*.safetensors or pytorch_model*.bin)": bool(weight_files(checkpoint)),
+        f"tokenizer ({', '.join(_VOCABULARIES)})": any(any(checkpoint.glob(name)) for name in _VOCABULARIES),
+    }
+    return [part for part, there in parts.items() if not there]
 
 
 def check_memory(config: TrainConfig, plan: Plan) -> None:

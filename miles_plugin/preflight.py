@@ -10,7 +10,7 @@ from miles_plugin.cluster import NodeSpec
 from miles_plugin.engines.routed_experts import check_routed_experts
 from miles_plugin.joined_cluster import find_nodes
 from miles_plugin.object_store import open_rollout_store
-from miles_plugin.plan import PENDING_MASTER, Plan, check_memory, weight_files
+from miles_plugin.plan import PENDING_MASTER, Plan, check_memory, missing_files
 from miles_plugin.report.observers import check_tracking
 from miles_plugin.rollout.check import check_data
 from mooncake_store.client import Limits, probe_metadata
@@ -18,9 +18,6 @@ from mooncake_store.config import MASTER_VARIABLE, MISTAKEN_MASTER_VARIABLE, fit
 from mooncake_store.errors import ConfigError
 from mooncake_store.master import find_master
 from mooncake_store.wheel import load_mooncake
-
-# Of a tokenizer the file that has its tokens. Without any of them transformers makes one that knows none.
-_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json")
 
 
 def check(config: TrainConfig) -> Plan:
@@ -156,21 +153,11 @@ def _check_learning_rate(config: TrainConfig) -> None:
 def _check_checkpoint(config: TrainConfig) -> None:
     if config.tiny_num_experts == 1:
         raise ConfigError("tiny_num_experts=1: each token goes to two experts; set 0 (dense), or 2 and more")
-    if config.hf_checkpoint is not None and (missing := _missing_files(config.hf_checkpoint)):
+    if config.hf_checkpoint is not None and (missing := missing_files(config.hf_checkpoint)):
         raise ConfigError(
             f"hf_checkpoint={config.hf_checkpoint}: no {' and no '.join(missing)} there; give a complete local Hugging "
             "Face checkpoint directory"
         )
-
-
-def _missing_files(checkpoint: Path) -> list[str]:
-    """What a Hugging Face checkpoint directory lacks of configuration, weights and tokenizer."""
-    parts = {
-        "config.json": (checkpoint / "config.json").is_file(),
-        "weights (*.safetensors or pytorch_model*.bin)": bool(weight_files(checkpoint)),
-        f"tokenizer ({', '.join(_VOCABULARIES)})": any(any(checkpoint.glob(name)) for name in _VOCABULARIES),
-    }
-    return [part for part, there in parts.items() if not there]
 
 
 def _check_cache(config: TrainConfig) -> None:

@@ -5,6 +5,7 @@
 The script and its flags are miles's own, unchanged. Under `ray job submit` put the same behind `--`.
 """
 
+import importlib
 import json
 import os
 import runpy
@@ -21,7 +22,10 @@ HOOK = "miles_plugin.install"
 # Of Ray (2.50 to 2.60): a function that ray.init() gives its runtime environment, and what a submitted job gets as its.
 RUNTIME_ENV_HOOK = "RAY_RUNTIME_ENV_HOOK"
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-_CHAINED = "MILES_MOONCAKE_RUNTIME_ENV_HOOK"  # another such function, to be called first
+UV_RUN = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
+OURS = "miles_plugin.run.runtime_env"
+# What stood in the two variables before, to be done first.
+_BEFORE, _UV = "MILES_MOONCAKE_RUNTIME_ENV_HOOK", "MILES_MOONCAKE_UV_RUN_RUNTIME_ENV"
 _USAGE = """usage: python -m miles_plugin.run SCRIPT [ARGUMENTS...]
 
 Run a miles script, e.g. train.py, with the Mooncake backend of miles-mooncake in its driver and in every Ray worker.
@@ -37,7 +41,8 @@ def prepare(script: str) -> None:
     path = Path(script)
     if not path.is_file():
         raise ConfigError(f"there is no script {script!r}; name a miles script, e.g. train.py in its checkout")
-    sys.path[0] = str(path.resolve().parent)  # as `python SCRIPT` has it
+    if not sys.flags.safe_path:
+        sys.path[0] = str(path.resolve().parent)  # as `python SCRIPT` has it
     if not names.is_importable():
         raise ConfigError(
             f"miles cannot be imported for {script}: install it (pip install -e its checkout), or put the checkout on "
@@ -48,30 +53,48 @@ def prepare(script: str) -> None:
 
 
 def install_in_workers(environ: MutableMapping[str, str]) -> None:
-    """Let every worker of this process's Ray job run HOOK when it starts.
+    """Let every worker of this process's Ray job run HOOK when it starts. Called before Ray is imported.
 
     Raises:
         ConfigError: another setup hook is asked for; Ray has one only.
     """
-    if JOB_CONFIG in environ:  # what `ray job submit` asked for
-        job = json.loads(environ[JOB_CONFIG])
-        job["runtime_env"] = with_hook(job.get("runtime_env"))
+    if environ.get(JOB_CONFIG):  # what `ray job submit` asked for
+        try:
+            job = json.loads(environ[JOB_CONFIG])
+            job["runtime_env"] = with_hook(job.get("runtime_env"))
+        except (ValueError, TypeError, AttributeError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(
+                f"{JOB_CONFIG} = {environ[JOB_CONFIG]!r:.200} is no job's configuration: {error}"
+            ) from error
         environ[JOB_CONFIG] = json.dumps(job)
         return
-    ours = "miles_plugin.run.runtime_env"
-    if environ.get(RUNTIME_ENV_HOOK, ours) != ours:
-        environ[_CHAINED] = environ[RUNTIME_ENV_HOOK]
-    environ[RUNTIME_ENV_HOOK] = ours
+    before = environ.get(RUNTIME_ENV_HOOK, "")
+    if before != OURS:
+        environ[_BEFORE] = before
+    # Under `uv run` Ray would ask uv alone, and nobody else.
+    environ[_UV], environ[UV_RUN] = environ.get(_UV) or environ.get(UV_RUN, "1"), "0"
+    environ[RUNTIME_ENV_HOOK] = OURS
 
 
 def runtime_env(asked: Any) -> Any:
     """What Ray calls with the runtime environment that ray.init() was given."""
-    chained = os.environ.get(_CHAINED)
-    if chained:
-        from ray._private.utils import load_class  # as Ray itself would have called it
-
-        asked = load_class(chained)(asked)
+    if os.environ.get(_UV, "0").lower() in ("1", "true"):
+        asked = _as_uv_has_it(asked)
+    if before := os.environ.get(_BEFORE):
+        module, _, name = before.rpartition(".")
+        asked = getattr(importlib.import_module(module), name)(asked)
     return with_hook(asked)
+
+
+def _as_uv_has_it(asked: Any) -> Any:
+    """What Ray does by itself in a driver that `uv run` started: workers get the same environment."""
+    try:
+        from ray._private.runtime_env import uv_runtime_env_hook as uv
+    except ImportError:  # a Ray that does not know uv
+        return asked
+    return uv.hook(asked) if uv._get_uv_run_cmdline() else asked
 
 
 def with_hook(asked: Any) -> dict[str, Any]:

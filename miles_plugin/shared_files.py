@@ -5,21 +5,24 @@ the job has made itself, is sent to those that do not have it.
 """
 
 import os
+import shutil
 import uuid
 from pathlib import Path
 
 from miles_plugin.arguments import TrainConfig
 from miles_plugin.joined_cluster import JoinedCluster
+from miles_plugin.plan import missing_files
 from mooncake_store.errors import ConfigError
 
 
 def share(cluster: JoinedCluster, config: TrainConfig, checkpoint: Path) -> None:
     """Bring every node the checkpoint; raises ConfigError, with the host, where that, or `--save`, is not there."""
-    lacking = [host for host, has in cluster.on_each_node(_has, checkpoint).items() if not has]
+    missing = cluster.on_each_node(missing_files, checkpoint)
+    lacking = [host for host, files in missing.items() if files]
     if lacking and config.hf_checkpoint is not None:
         raise ConfigError(
-            f"hf_checkpoint={checkpoint} is not on {', '.join(lacking)}; put it there under the same path, or on a "
-            f"file system that all nodes share"
+            f"hf_checkpoint={checkpoint} on {', '.join(lacking)}: no {' and no '.join(missing[lacking[0]])} there; put "
+            f"it there under the same path, or on a file system that all nodes share"
         )
     if lacking:
         files = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
@@ -48,8 +51,9 @@ def _has(path: Path) -> bool:
 
 
 def _write(checkpoint: Path, files: dict[str, bytes]) -> None:
-    if checkpoint.exists():
+    if not missing_files(checkpoint):
         return
+    shutil.rmtree(checkpoint, ignore_errors=True)
     partial = checkpoint.with_name(f"{checkpoint.name}.{os.getpid()}.partial")
     partial.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():

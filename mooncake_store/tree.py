@@ -80,9 +80,8 @@ class TreeWriter:
         if kind is list:
             return [item if type(item) in _ATOMS else self._plain(item, depth + 1) for item in value]
         if kind is dict:
-            for key in value:
-                if type(key) not in _KEYS:
-                    raise TypeError(f"dict key {key!r:.80} is a {type(key).__name__}; allowed: str, int")
+            if not _KEYS.issuperset(map(type, value)):
+                value = {_key(key): item for key, item in value.items()}
             return {key: item if type(item) in _ATOMS else self._plain(item, depth + 1) for key, item in value.items()}
         if kind is tuple:
             return msgspec.msgpack.Ext(TUPLE, _encoder.encode([self._plain(item, depth + 1) for item in value]))
@@ -107,6 +106,14 @@ class TreeWriter:
         self.rows[-1] += [as_bytes(array), np.zeros(padding, dtype=np.uint8)]
         self._nbytes += array.nbytes + padding
         return msgspec.msgpack.Ext(ARRAY, _encoder.encode(_Leaf(name_of(array.dtype), array.shape, offset)))
+
+
+def _key(key: Any) -> str | int:
+    if isinstance(key, np.integer):
+        return int(key)
+    if type(key) not in _KEYS:
+        raise TypeError(f"dict key {key!r:.80} is a {type(key).__name__}; allowed: str, int")
+    return key  # type: ignore[no-any-return]
 
 
 def tree_reader(leaves: Bytes, start: int = 0) -> Callable[[Any], Any]:

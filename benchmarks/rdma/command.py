@@ -20,7 +20,7 @@ from benchmarks.rdma.baselines import Baseline, available
 from benchmarks.rdma.control import Peer
 from benchmarks.rdma.counters import Link
 from benchmarks.rdma.service import serve
-from benchmarks.rdma.settings import CONTROL_PORT, OPERATIONS, Case, Settings, resolve_settings
+from benchmarks.rdma.settings import OPERATIONS, Case, Settings, host_and_port, resolve_settings
 from benchmarks.rdma.worker import Worker
 from miles_plugin.bench_commands import BenchFailed
 from miles_plugin.interrupt import in_order, no_descendant_left
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
         BenchFailed: the other host failed, bytes were wrong, or RDMA was asked for and did not carry them.
     """
     if arguments.serve:
-        listen = arguments.listen if ":" in arguments.listen else f"{arguments.listen}:{CONTROL_PORT}"
+        listen = host_and_port("--listen", arguments.listen)
         with tempfile.TemporaryDirectory(prefix="mooncake-bench-") as directory, no_descendant_left(), in_order():
             serve(listen, arguments.device, Path(directory), lambda text: print(text, flush=True))
         return

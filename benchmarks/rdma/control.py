@@ -11,6 +11,8 @@ from typing import Any
 from miles_plugin.bench_commands import BenchFailed
 
 ANSWER_SECONDS = 180.0  # memory is touched first
+HELLO_SECONDS = 10.0  # for whoever connects to say something: others wait
+SILENT_SECONDS = 900.0  # between two questions of one who measures
 FORMAT = 1
 _LONGEST = 1 << 20
 
@@ -56,9 +58,10 @@ class Peer:
 
 def serve_one(connection: socket.socket, does: Mapping[str, Callable[..., dict[str, Any]]]) -> None:
     """Answer until the other side goes away. What raises is answered, too."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.settimeout(HELLO_SECONDS)
     with connection, connection.makefile("rb") as lines:
         while line := lines.readline(_LONGEST):
+            connection.settimeout(SILENT_SECONDS)
             try:
                 asked = json.loads(line)
                 what = asked.pop("do")

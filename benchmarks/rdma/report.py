@@ -50,9 +50,10 @@ def link_rate(found: Sequence[Measurement], context: Context) -> tuple[float, st
     """Bytes per second of the link, and whose word that is: the hosts', or else the fastest that crossed it."""
     if context.rate:
         return context.rate, "by the hosts' word"
+    crossed = [item for item in found if item.settings["placement"] == "peer"] or found
     speeds = {
-        peer: spread_of(item.bytes / item.seconds for item in found if item.peer == peer and item.seconds).median
-        for peer in gathered(found, lambda item: item.peer)
+        peer: spread_of(item.bytes / item.seconds for item in crossed if item.peer == peer and item.seconds).median
+        for peer in gathered(crossed, lambda item: item.peer)
     }
     fastest = max(speeds, key=lambda peer: speeds[peer])
     return speeds[fastest], f"as measured, by {fastest}"

@@ -23,7 +23,7 @@ from benchmarks.rdma import counters
 from benchmarks.rdma.control import FORMAT, serve_one
 from benchmarks.rdma.settings import NO_MASTER, store_config
 from mooncake_store.config import fit_to_host, rdma_devices
-from mooncake_store.errors import StoreUnavailable
+from mooncake_store.errors import ConfigError, StoreUnavailable
 from mooncake_store.holder import RunningHolder, start_holder
 from mooncake_store.process import ManagedProcess, free_ports
 
@@ -122,7 +122,11 @@ class Service:
 def serve(listen: str, device: str | None, directory: Path, say: Callable[[str], None]) -> None:
     """Serve one host after the other until interrupted."""
     host, _, port = listen.rpartition(":")
-    with socket.create_server((host, int(port))) as server:
+    try:
+        server = socket.create_server((host, int(port)))
+    except OSError as error:
+        raise ConfigError(f"--listen {listen}: {error}; name an address and a free port of this host") from error
+    with server:
         say(f"serving on {listen}; on the other host: miles-mooncake bench rdma --peer THIS_HOST:{port}")
         for number in count():
             connection, (there, *_) = server.accept()

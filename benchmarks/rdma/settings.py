@@ -109,7 +109,7 @@ def resolve_settings(arguments: argparse.Namespace, environ: Mapping[str, str] =
         raise ConfigError(
             "name the other host, --peer HOST[:PORT], after `miles-mooncake bench rdma --serve` was started there"
         )
-    peer = arguments.peer if ":" in arguments.peer else f"{arguments.peer}:{CONTROL_PORT}"
+    peer = host_and_port("--peer", arguments.peer)
     quick = arguments.quick
     sizes = arguments.sizes or (["64kb", "1mb"] if quick else ["64kb", "1mb", "16mb", "64mb"])
     for name, given, allowed in (
@@ -148,6 +148,16 @@ def resolve_settings(arguments: argparse.Namespace, environ: Mapping[str, str] =
         output=arguments.output or Path("runs") / f"rdma-{run}",
         run=run,
     )
+
+
+def host_and_port(flag: str, given: str) -> str:
+    """HOST:PORT, with the port that is there without one; ConfigError for anything else."""
+    host, colon, port = given.rpartition(":")
+    if not colon:
+        host, port = given, str(CONTROL_PORT)
+    if not host or ":" in host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"{flag} {given}: allowed is HOST or HOST:PORT, an IPv4 address or a name, below 65536")
+    return f"{host}:{port}"
 
 
 def store_config(

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from mooncake_store.errors import ConfigError
 from mooncake_store.process import tail
 
 STOP_SECONDS = 20.0
@@ -67,6 +68,10 @@ class Background:
             return [Started(**entry) for entry in json.loads(self._file.read_text())]
         except FileNotFoundError:
             return []
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(
+                f"{self._file}: {error}; name another STATE_DIR, or remove the file after ending what it names by hand"
+            ) from error
 
     def running(self, name: str) -> Started | None:
         """The process of this name, if it runs."""
@@ -74,7 +79,10 @@ class Background:
 
     def start(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> Started:
         """Start a process in a session of its own, and note it in place of one of this name that has ended."""
-        self.directory.mkdir(parents=True, exist_ok=True)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"STATE_DIR: {error}; name a directory that can be written") from error
         log = self.directory / f"{name}.log"
         with log.open("ab") as output:
             log_from = output.tell()

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 
 from examples.two_node_fsdp.settings import ROLES, Settings
+from miles_plugin.plan import missing_files
 from mooncake_store.addresses import unreachable
 from mooncake_store.config import fit_to_host, resolve
 from mooncake_store.errors import ConfigError, StoreUnavailable
@@ -41,12 +42,13 @@ def check_node(settings: Settings, role: str, env: Mapping[str, str]) -> None:
 
 def check_files(settings: Settings, role: str) -> None:
     """Raise ConfigError for a path of the settings that is not on this host."""
-    paths = {"MODEL_PATH": settings.model_path, "DATASET_PATH": settings.dataset_path if role == "head" else None}
-    for variable, path in paths.items():
-        if path is not None and not Path(path).exists():
-            raise ConfigError(
-                f"{variable} = {path!r} is not on this host ({role}); every node needs it under that path"
-            )
+    if settings.model_path is not None and (missing := missing_files(Path(settings.model_path))):
+        raise ConfigError(
+            f"MODEL_PATH = {settings.model_path!r} on this host ({role}): no {' and no '.join(missing)} there; every "
+            f"node needs a complete Hugging Face checkpoint under that path"
+        )
+    if settings.dataset_path is not None and role == "head" and not Path(settings.dataset_path).exists():
+        raise ConfigError(f"DATASET_PATH = {settings.dataset_path!r} is not on this host, the head")
     if settings.trainer == "miles":
         home = settings.miles_home
         if home is None or not (Path(home) / "train.py").is_file():

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from examples.two_node_fsdp import job
 from examples.two_node_fsdp.background import Background, NotReady
-from examples.two_node_fsdp.checks import roles_here
+from examples.two_node_fsdp.checks import check_files, roles_here
 from examples.two_node_fsdp.nodes import JOB_STOP_SECONDS, RAY, environment, require_nodes, start_head, start_worker
 from examples.two_node_fsdp.settings import Settings, load
+from miles_plugin.joined_cluster import hosts
 from mooncake_store.errors import ConfigError, StoreError
 
 PROG = "launch.sh"
@@ -81,6 +82,7 @@ def _worker(settings: Settings, _: argparse.Namespace) -> None:
 
 
 def _submit(settings: Settings, arguments: argparse.Namespace) -> int:
+    check_files(settings, "head")
     run_id = job.new_id()
     directory = Path(settings.state_dir) / run_id
     driver = job.entrypoint(settings, run_id, directory)
@@ -106,10 +108,29 @@ def _status(settings: Settings, _: argparse.Namespace) -> int:
         print(f"{role:7} {started.name:16} {state:6} pid {started.pid:<8} log {started.log}")
     if not entries:
         print("nothing was started on this node")
-    if any(role == "head" and started.name == RAY and started.process() for role, started in entries):
-        for line in job.cluster(settings):
+    is_up = bool(entries) and all(started.process() for _, started in entries)
+    for role, started in entries:
+        if started.name == RAY and started.process():
+            os.environ.update(environment(settings, role))
+            is_up &= _show_cluster(settings, role)
+    return 0 if is_up else 3
+
+
+def _show_cluster(settings: Settings, role: str) -> bool:
+    """The nodes and, on the head, the jobs of the cluster; whether this host is one of the nodes."""
+    try:
+        found = hosts(settings.ray_address)
+    except StoreError as error:
+        print(f"Ray     {error}")
+        return False
+    for host, offers in found.items():
+        print(f"Ray     {host:16} {', '.join(offers)}")
+    if role == "head":
+        for line in job.jobs(settings):
             print(line)
-    return 0 if entries and all(started.process() for _, started in entries) else 3
+    if settings.ip_of(role) not in found:
+        print(f"Ray     {settings.ip_of(role):16} is not in this cluster: run `{PROG} {role}` again")
+    return settings.ip_of(role) in found
 
 
 def _stop(settings: Settings, _: argparse.Namespace) -> None:

@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from examples.two_node_fsdp.background import Background, await_ready
-from examples.two_node_fsdp.checks import check_head, check_node, check_ports, interface_of
+from examples.two_node_fsdp.checks import check_head, check_node, check_ports, interface_of, roles_here
 from examples.two_node_fsdp.settings import Settings
 from miles_plugin.cluster import ROLLOUT_NODE, trainer_node
+from miles_plugin.joined_cluster import hosts
 from mooncake_store.addresses import unreachable
-from mooncake_store.errors import StoreUnavailable
+from mooncake_store.bounded import attempts
+from mooncake_store.errors import ConfigError, StoreUnavailable
 from mooncake_store.master import master_command
 
 MASTER, HOLDER, RAY = "mooncake_master", "holder", "ray"
@@ -29,6 +31,9 @@ def start_head(settings: Settings, background: Background, say: Callable[[str], 
     env = environment(settings, "head")
     check_node(settings, "head", env)
     ip = settings.head_ip
+    ports = [getattr(settings, name) for name in _HEAD_PORTS]
+    if len(set(ports)) < len(ports):
+        raise ConfigError(f"{', '.join(_HEAD_PORTS)} = {ports}: each needs a port of its own")
     if background.running(MASTER) is None:
         check_ports(ip, {name: getattr(settings, name) for name in ("master_port", "metrics_port")})
     if background.running(RAY) is None:
@@ -53,9 +58,30 @@ def start_worker(settings: Settings, background: Background, say: Callable[[str]
     check_node(settings, "worker", env)
     check_head(settings)
     _start_holder(background, env, say)
+    os.environ.update(env)
+    _leave_other_cluster(settings, background, say)
     command = [*_ray(settings, settings.worker_ip, trainer_node(0)), f"--address={settings.ray_address}"]
     ray = background.start_once(RAY, command, env, say)
     await_ready(ray, lambda: "Ray runtime started" in ray.said(), READY_SECONDS)
+    await_ready(ray, lambda: settings.worker_ip in hosts(settings.ray_address), READY_SECONDS)
+
+
+def _leave_other_cluster(settings: Settings, background: Background, say: Callable[[str], None]) -> None:
+    """End a Ray node that belongs to a head of before; refuse one in this cluster that somebody else has started."""
+    runs, is_member = background.running(RAY), settings.worker_ip in hosts(settings.ray_address)
+    if runs and not is_member:
+        say(f"{RAY} runs, pid {runs.pid}, but is not in the cluster at {settings.ray_address}: started anew")
+        background.stop(RAY)
+    if is_member and not runs:
+        say(f"a Ray node of {settings.worker_ip} was there before: waiting for it to be gone")
+        for attempt in attempts(READY_SECONDS):
+            if settings.worker_ip not in hosts(settings.ray_address):
+                return
+            if attempt.is_last():
+                raise ConfigError(
+                    f"a Ray node of {settings.worker_ip} is in the cluster at {settings.ray_address}, and was not "
+                    f"started from STATE_DIR = {settings.state_dir}; stop it where it was started"
+                )
 
 
 def environment(settings: Settings, role: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -94,8 +120,16 @@ def _ray(settings: Settings, ip: str, resource: str) -> list[str]:
 
 
 def require_nodes(settings: Settings) -> None:
-    """Raise StoreUnavailable when the head does not answer."""
+    """Raise ConfigError on another node than the head, and StoreUnavailable when a node is not up."""
+    if "head" not in roles_here(settings):
+        raise ConfigError(f"jobs are submitted on the head, {settings.head_ip}; this is another host")
     if unreachable(f"127.0.0.1:{settings.dashboard_port}", 2.0) is not None:
         raise StoreUnavailable(
             f"Ray's dashboard does not answer at {settings.dashboard}; run `launch.sh head` on this node first"
+        )
+    os.environ.update(environment(settings, "head"))
+    if settings.worker_ip not in hosts(settings.ray_address):
+        raise StoreUnavailable(
+            f"the worker {settings.worker_ip} is not in the cluster at {settings.ray_address}; run `launch.sh worker` "
+            f"there"
         )

@@ -29,6 +29,7 @@ VARIABLES = {
 }
 _SECTIONS = ("cluster", "miles")
 ROLES = ("head", "worker")
+_PATHS = {"model_path", "dataset_path", "miles_home", "state_dir"}
 PROTOCOLS, TRAINERS = ("tcp", "rdma"), ("repository", "miles")
 
 
@@ -123,6 +124,8 @@ def load(path: Path | None, environ: Mapping[str, str] = os.environ) -> Settings
     for name, allowed in (("protocol", PROTOCOLS), ("trainer", TRAINERS)):
         if name in given:
             _allowed(f"{name} ({sources[name]})", given[name], allowed)
+    for name in _PATHS & given.keys():  # the job runs in another directory
+        given[name] = str(Path(given[name]).expanduser().absolute())
     return Settings(**given, job=content, miles=miles)
 
 

@@ -15,14 +15,17 @@ KNOWN_REVISIONS = "radixark/miles 01df799d4 (2026-07-27) to 31f1ca961 (2026-08-2
 OBJECT_STORE = "miles.utils.object_store"
 DATA = "miles.utils.data"
 CONVERSION = "miles.ray.rollout.train_data_conversion"
+RAY_UTILS = "miles.utils.ray_utils"
 
 # Replaced: the class in OBJECT_STORE, and in DATA the function that gives a trainer rank its rows.
 STORE_CLASS = "MooncakeObjectStore"
-INSTANCE = "_INSTANCE"  # of OBJECT_STORE; looked at only
+INSTANCE, REF, FACTORY = "_INSTANCE", "StoreObjectRef", "_create_instance"  # of OBJECT_STORE; looked at only
 SHARD_FUNCTION = "process_rollout_data"
 # Modules that import SHARD_FUNCTION by name.
 IMPORTERS = ("miles.backends.training_utils.data",)
 
+# Rows that the trainer makes tensors of by torch.tensor.
+MADE_TENSORS = frozenset({"tokens", "loss_masks"})
 # Rows of log-probabilities, which context parallelism cuts with torch.cat: they must be tensors, or lists.
 LOG_PROBS = frozenset({"rollout_log_probs", "teacher_log_probs", "opd_reverse_kl"})
 
@@ -39,7 +42,10 @@ class Expected:
 EXPECTED = (
     Expected(OBJECT_STORE, "init_instance", ("args", "contribute_segment")),
     Expected(OBJECT_STORE, "get_instance", ()),
-    Expected(OBJECT_STORE, "_create_instance", ("args", "contribute_segment")),
+    Expected(OBJECT_STORE, FACTORY, ("args", "contribute_segment")),
+    Expected(OBJECT_STORE, "ObjectStoreGetResult.value", ("self",)),
+    Expected(RAY_UTILS, "Box.__init__", ("self", "inner")),
+    Expected(RAY_UTILS, "Box.inner", ("self",)),
     Expected(OBJECT_STORE, "ObjectStoreGetResult.__init__", ("self", "value", "release_fn")),
     Expected(OBJECT_STORE, "BaseObjectStore.put", ("self", "value", "value_spec")),
     Expected(OBJECT_STORE, "BaseObjectStore.get", ("self", "ref")),
@@ -56,43 +62,113 @@ EXPECTED = (
 
 def is_importable() -> bool:
     """Whether this process can import miles."""
-    return importlib.util.find_spec("miles") is not None
+    try:
+        return importlib.util.find_spec("miles") is not None
+    except ValueError:  # there is something of that name that was not imported
+        return True
 
 
 def check() -> None:
-    """Compare the source of the miles that would be imported with EXPECTED, without importing its modules.
+    """Compare the source of the miles that would be imported with what is relied on, without importing its modules.
 
     Raises:
-        ConfigError: a name is missing or takes other parameters; says which, and which revisions are known.
+        ConfigError: something is missing or different; says what was looked for and found, and which revisions are
+            known.
     """
     for module in dict.fromkeys(expected.module for expected in EXPECTED):
         source = _source(module)
-        found = _functions(ast.parse(source.read_text()))
+        found = _functions(_parsed(source))
         for expected in EXPECTED:
             if expected.module == module and found.get(expected.name) != expected.parameters:
-                raise _unknown(f"{module}.{expected.name}{_signature(expected.parameters)}", source, found, expected)
+                there = found.get(expected.name)
+                raise _unknown(
+                    f"{module}.{expected.name}{_signature(expected.parameters)}",
+                    source,
+                    "nothing of that name" if there is None else f"{expected.name}{_signature(there)}",
+                )
+    _check_store(_source(OBJECT_STORE))
+    for importer in IMPORTERS:
+        _check_importer(_source(importer))
+
+
+def _check_store(source: Path) -> None:
+    """What is more than a signature: names of the module, and who makes the store."""
+    tree = _parsed(source)
+    assigned = {
+        target.id
+        for node in tree.body
+        for target in (node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)])
+        if isinstance(target, ast.Name)
+    }
+    for name in (INSTANCE, REF):
+        if name not in assigned:
+            raise _unknown(f"{OBJECT_STORE}.{name}", source, "nothing of that name")
+    bodies = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    made = {
+        node.func.id
+        for node in ast.walk(bodies[FACTORY])
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    if STORE_CLASS not in made:
+        raise _unknown(f"{FACTORY} to make a {STORE_CLASS}", source, f"calls of {', '.join(sorted(made))}")
+    abstract = {
+        node.name
+        for node in ast.walk(bodies["BaseObjectStore"])
+        if isinstance(node, ast.FunctionDef) and any("abstractmethod" in ast.dump(mark) for mark in node.decorator_list)
+    }
+    if not abstract <= {"put", "get", "remove"}:
+        raise _unknown("BaseObjectStore with put, get and remove", source, f"{', '.join(sorted(abstract))}")
+
+
+def _check_importer(source: Path) -> None:
+    imported = [
+        name
+        for node in ast.walk(_parsed(source))
+        if isinstance(node, ast.ImportFrom)
+        for name in node.names
+        if name.name == SHARD_FUNCTION
+    ]
+    if [name.asname for name in imported] != [None]:
+        raise _unknown(
+            f"an import of {SHARD_FUNCTION} under its name", source, f"{[ast.unparse(each) for each in imported]}"
+        )
+
+
+def _parsed(source: Path) -> ast.Module:
+    try:
+        return ast.parse(source.read_text())
+    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        raise ConfigError(f"this is not a miles that miles-mooncake knows: {source}: {error}") from error
 
 
 def _source(module: str) -> Path:
     try:
         spec = importlib.util.find_spec(module)
-    except ImportError as error:
+    except (ImportError, ValueError) as error:
         spec, reason = None, str(error)
     else:
         reason = "there is no such module"
     if spec is None or spec.origin is None:
         raise ConfigError(
             f"this is not a miles that miles-mooncake knows: looked for {module}, but {reason}; known are "
-            f"{KNOWN_REVISIONS}"
+            f"{KNOWN_REVISIONS}. Nothing was changed"
         )
     return Path(spec.origin)
 
 
 def _functions(tree: ast.Module) -> dict[str, tuple[str, ...]]:
-    """Parameters of the module's functions and of its classes' methods, by qualified name."""
+    """Parameters of the module's functions and of its classes' methods, by qualified name.
+
+    Of a class without __init__, the fields that its dataclass makes parameters of.
+    """
     found = {}
     for node in tree.body:
         owner, body = (f"{node.name}.", node.body) if isinstance(node, ast.ClassDef) else ("", [node])
+        fields = [
+            each.target.id for each in body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+        ]
+        if owner and fields:
+            found[f"{owner}__init__"] = ("self", *fields)
         for each in body:
             if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
                 arguments = each.args
@@ -101,11 +177,9 @@ def _functions(tree: ast.Module) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _unknown(looked_for: str, source: Path, found: dict[str, tuple[str, ...]], expected: Expected) -> ConfigError:
-    there = found.get(expected.name)
-    what = "nothing of that name" if there is None else f"{expected.name}{_signature(there)}"
+def _unknown(looked_for: str, source: Path, found: str) -> ConfigError:
     return ConfigError(
-        f"this is not a miles that miles-mooncake knows: looked for {looked_for} in {source}, found {what}; known are "
+        f"this is not a miles that miles-mooncake knows: looked for {looked_for} in {source}, found {found}; known are "
         f"{KNOWN_REVISIONS}. Nothing was changed: use such a revision, or a miles-mooncake that knows yours"
     )
 

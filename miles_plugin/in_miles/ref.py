@@ -1,6 +1,7 @@
 """What a ref of miles holds, and what happens to one that reaches a process without this backend."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from miles_plugin.in_miles.installation import is_installed
@@ -14,20 +15,20 @@ class MilesRef:
 
     Attributes:
         batch: names the stored batch.
-        lists: columns that went in as Python lists of numbers, and come back so.
+        forms: of columns that come back in another form than the transport gives them, by name; see `forms`.
         rows: columns with one item per sample that are worth reading by rows.
         whole: the others, in order.
         lengths: tokens of each sample, where ranks choose their rows before they read any.
     """
 
     batch: BatchRef
-    lists: frozenset[str] = frozenset()
+    forms: Mapping[str, str] = field(default_factory=dict)
     rows: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
     lengths: tuple[int, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (self.batch, self.lists, self.rows, self.whole, self.lengths)
+        return _received, (self.batch, self.forms, self.rows, self.whole, self.lengths)
 
 
 def _received(*parts: Any) -> MilesRef:

@@ -71,12 +71,29 @@ def rollout() -> dict[str, Any]:
     }
 
 
-def plain(value: Any) -> Any:
+def shown(value: Any) -> Any:
+    """A value with the types that miles tells apart: lists, arrays, tensors, and plain numbers by their type."""
     if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
+        return {key: shown(item) for key, item in value.items()}
     if isinstance(value, list | tuple | range):
-        return [plain(item) for item in value]
-    return value.tolist() if hasattr(value, "tolist") else value
+        return [shown(item) for item in value]
+    if isinstance(value, np.ndarray | torch.Tensor):
+        kind = "tensor" if isinstance(value, torch.Tensor) else "array"
+        return kind, str(value.dtype).removeprefix("torch."), value.tolist()
+    return type(value).__name__, value
+
+
+def as_ours(batch: dict[str, Any]) -> dict[str, Any]:
+    """What Ray's store would give, but for lists of which the trainer makes tensors first of all."""
+
+    def column(name: str, rows: Any) -> Any:
+        if name in ("tokens", "loss_masks"):
+            return [np.array(row, np.int32) for row in rows]
+        if name in ("rollout_log_probs", "teacher_log_probs", "opd_reverse_kl"):
+            return [torch.as_tensor(row, dtype=torch.float32) for row in rows]
+        return rows
+
+    return {name: column(name, rows) for name, rows in batch.items()}
 
 
 def test_the_store_is_ours() -> None:
@@ -97,11 +114,7 @@ def test_each_rank_gets_what_miles_would_cut_for_it(store: Any, balance: bool, r
         )[rank]
         got, result = data.process_rollout_data(args, ref, rank, ranks, witness)
         with result:
-            assert plain(got) == plain(conversion.process_rollout_data_shard(args, wanted))
-            assert all(isinstance(row, np.ndarray) for row in got["rollout_routed_experts"])
-            assert torch.cat([torch.from_numpy(row) for row in got["rollout_routed_experts"]]).dtype == torch.int32
-            assert all(isinstance(row, torch.Tensor) for row in got["rollout_log_probs"])  # for context parallelism
-            assert all(torch.tensor(row, dtype=torch.long).ndim == 1 for row in got["tokens"])
+            assert shown(got) == shown(as_ours(conversion.process_rollout_data_shard(args, wanted)))
     store.remove(ref)
 
 
@@ -112,7 +125,7 @@ def test_any_column_may_be_missing(store: Any, name: str) -> None:
     del batch[name]
     ref = store.put(value=batch, value_spec=conversion.ROLLOUT_DATA_VALUE_SPEC)
     with store.get(ref) as got:
-        assert plain(got) == plain(batch)
+        assert shown(got) == shown(as_ours(batch))
     store.remove(ref)
 
 
@@ -124,5 +137,116 @@ def test_shards_that_miles_cuts_itself_come_back(store: Any, master: MasterProce
     for rank, shard in enumerate(wanted):
         got, result = data.process_rollout_data(args, refs, rank, 2, None)
         with result:
-            assert plain(got) == plain(conversion.process_rollout_data_shard(args, dict(shard)))
+            assert shown(got) == shown(as_ours(conversion.process_rollout_data_shard(args, dict(shard))))
     data.remove_rollout_data_refs(args, {"data_ref": refs})
+
+
+# --- the trainer ------------------------------------------------------------------------------------------------------
+
+
+class ByPickle:
+    """What Ray's store does to a batch."""
+
+    def put(self, value: Any, value_spec: Any = None) -> Any:
+        return object_store.StoreObjectRef(pickle.dumps(value))
+
+    def get(self, ref: Any) -> Any:
+        return object_store.ObjectStoreGetResult(pickle.loads(ref.inner), lambda _: None)
+
+
+LENGTHS = [7, 3, 12, 5, 9, 4, 6, 8]
+
+
+def responses() -> dict[str, Any]:
+    """A batch that miles's trainer takes to its end, without what needs a model."""
+    return {
+        **rollout(),
+        "tokens": [list(range(length + 1)) for length in LENGTHS],
+        "response_lengths": LENGTHS,
+        "loss_masks": [[1] * length for length in LENGTHS],
+        **{name: [[-0.25] * length for length in LENGTHS] for name in ("rollout_log_probs", "teacher_log_probs")},
+        "opd_reverse_kl": [torch.full((length,), 0.5) for length in LENGTHS],
+        "rollout_routed_experts": [np.ones((length, 4, 2), np.int32) for length in LENGTHS],
+        "rollout_indexer_topk": [np.ones((length, 2, 4), np.int32) for length in LENGTHS],
+        "adapter_slots": [0] * ROWS,
+    }
+
+
+def odd(name: str) -> dict[str, Any]:
+    """The same with rows that Ray's store carries whatever they are, and torch.tensor reads."""
+    batch, second = responses(), LENGTHS[2]
+    changed: dict[str, Any] = {
+        "as ever": {},
+        "an int among floats": {"rollout_log_probs": [[0, *row[1:]] for row in batch["rollout_log_probs"]]},
+        "a row of ints": {"rollout_log_probs": [[0] * second if n == second else [-0.5] * n for n in LENGTHS]},
+        "an array among lists": {
+            "rollout_log_probs": [np.full(n, -0.5, np.float32) if n == second else [-0.5] * n for n in LENGTHS],
+            "tokens": [np.arange(n + 1, dtype=np.int32) if n == second else list(range(n + 1)) for n in LENGTHS],
+        },
+        "a tensor among lists": {"teacher_log_probs": [torch.ones(n) if n == second else [-0.5] * n for n in LENGTHS]},
+        "tuples": {"tokens": [tuple(range(n + 1)) for n in LENGTHS]},
+        "masks of truth and numbers": {"loss_masks": [[True] * n if n == second else [1] * n for n in LENGTHS]},
+        "masks of floats": {"loss_masks": [[1.0] * n if n == second else [1] * n for n in LENGTHS]},
+        "rewards of ints and floats": {"rewards": [1 if n % 2 else 0.5 for n in LENGTHS]},
+        "no number where there may be none": {"sample_indices": [None] * ROWS, "rollout_ids": [None] * ROWS},
+        "no response at all": {
+            "response_lengths": [0] * ROWS,
+            **{name: [[]] * ROWS for name in ("loss_masks", "rollout_log_probs", "teacher_log_probs")},
+            "opd_reverse_kl": [torch.zeros(0)] * ROWS,
+        },
+    }
+    return {**batch, **changed[name]}
+
+
+ODD = (
+    "as ever", "an int among floats", "a row of ints", "an array among lists", "a tensor among lists", "tuples",
+    "masks of truth and numbers", "masks of floats", "rewards of ints and floats", "no number where there may be none",
+    "no response at all",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("store", [True], indirect=True)
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize("name", ODD)
+def test_the_trainer_gets_and_logs_what_it_would_by_ray(
+    store: Any, name: str, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store._splits_late = late
+    ours = trained(store, odd(name), late, monkeypatch)
+    monkeypatch.setattr(object_store, "_INSTANCE", ByPickle())
+    assert ours == trained(ByPickle(), odd(name), late, monkeypatch)
+
+
+def trained(store: Any, batch: dict[str, Any], late: bool, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What each of two ranks has after miles's get_rollout_data, and what it logs. Everything lies on the CPU."""
+    from miles.backends.training_utils import cp_utils, log_utils, parallel
+    from miles.backends.training_utils import data as training
+
+    args = arguments(
+        balance_data=False, delay_split_train_data_by_dp=late, enable_witness=False, qkv_format="thd",
+        true_on_policy_mode=False, ci_test=False, log_multi_turn=False, log_correct_samples=False,
+        rollout_max_response_len=20,
+    )  # fmt: skip
+    alone = parallel.GroupInfo(rank=0, size=1, group=None)
+    logged: dict[str, Any] = {}
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(log_utils, "gather_log_data", lambda _m, _a, _r, found, *_: logged.update(found))
+    ref = (
+        store.put(value=batch, value_spec=conversion.ROLLOUT_DATA_VALUE_SPEC)
+        if late
+        else conversion.split_train_data_by_dp(args, dict(batch), {"dp_size": 2})
+    )
+    ranks = []
+    for rank in range(2):
+        group = parallel.GroupInfo(rank=rank, size=2, group=None)
+        state = parallel.ParallelState(
+            intra_dp=group, intra_dp_cp=alone, cp=alone, tp=alone, pp=alone, ep=alone, etp=alone, indep_dp=alone
+        )
+        for module in (training, cp_utils, log_utils):
+            monkeypatch.setattr(module, "get_parallel_state", lambda state=state: state)
+        logged.clear()
+        got, result = training.get_rollout_data(args, ref)
+        with result:
+            log_utils.log_rollout_data(0, args, got)
+            ranks.append((shown(got), shown(dict(logged))))
+    return ranks

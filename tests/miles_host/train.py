@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import ray
+import torch
 from miles.utils import object_store
 from miles.utils.data import remove_rollout_data_refs
 
@@ -31,7 +32,7 @@ def rollout(step, longest):
         "metadata": [{"row": row, "tags": ["a", "b"]} for row in range(ROWS)],
         "weight_versions": [[str(step)] for _ in range(ROWS)],
         "adapter_slots": [row % 2 for row in range(ROWS)],
-        "multimodal_train_inputs": [None if row % 2 else {"pixels": np.full((2, 3), row)} for row in range(ROWS)],
+        "multimodal_train_inputs": [None if row % 2 else {"pixels": torch.full((2, 3), row)} for row in range(ROWS)],
     }
 
 

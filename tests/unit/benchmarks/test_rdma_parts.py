@@ -7,18 +7,23 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("psutil", reason="the extra `bench` is not installed")
 
-from benchmarks.rdma import counters, report
+from benchmarks.rdma import command, counters, report
 from benchmarks.rdma.command import check_counters
 from benchmarks.rdma.control import FORMAT, Peer, serve_one
 from benchmarks.rdma.counters import Link
 from benchmarks.rdma.report import Context
+from benchmarks.rdma.settings import Case, host_and_port
+from benchmarks.rdma.worker import Round, Worker
 from miles_plugin.bench_commands import BenchFailed
+from mooncake_store import ConfigError
+from mooncake_store.client import MooncakeClient
 
 
 @pytest.fixture
@@ -124,7 +129,8 @@ def test_the_link_is_the_hosts_word_or_else_the_fastest_that_crossed_it() -> Non
 
     def measured(peer: str, seconds: float) -> Measurement:
         return Measurement(
-            run="r", settings={}, variant="v", peer=peer, operation="put", round=0, seconds=seconds, bytes=1000,
+            run="r", settings={"placement": "peer"}, variant="v", peer=peer, operation="put", round=0,
+            seconds=seconds, bytes=1000,
             machine=machine, versions={},
         )  # fmt: skip
 
@@ -133,3 +139,45 @@ def test_the_link_is_the_hosts_word_or_else_the_fastest_that_crossed_it() -> Non
     assert report.link_rate(found, context) == (2000.0, "as measured, by socket")
     known = Context("r", "tcp", "here", "there", {}, "veth0", 4000.0, ())
     assert report.link_rate(found, known) == (4000.0, "by the hosts' word")
+
+
+# --- a round ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("placement", "asked"), [("peer", [("rdma", 2000)]), ("here", [])])
+def test_the_counters_are_asked_after_every_round_that_crossed_the_link(
+    placement: str, asked: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(1000, 1, 2, placement, "warm")
+    worker = SimpleNamespace(start=lambda *_: lambda: Round(1.0, [1.0], 0.5, 1000))
+    run = object.__new__(command._Run)
+    settings = SimpleNamespace(protocol="rdma", round_bytes=1000, run="r", load=lambda _: {})
+    added: list[Any] = []
+    peer = SimpleNamespace(ask=lambda _: {"cpu_seconds": 1.0})
+    vars(run).update(_settings=settings, _workers={placement: [worker] * 3}, _peer=peer)
+    monkeypatch.setattr(command._Run, "_link", lambda _: Link("mlx5_0", 0, 0, None))
+    monkeypatch.setattr(command._Run, "_add", lambda _, *given, **more: added.append((given, more)))
+    seen: list[tuple[str, int]] = []
+    monkeypatch.setattr(command, "check_counters", lambda protocol, _b, _a, moved: seen.append((protocol, moved)))
+    run._measure_store(case, "put", 0)
+    assert seen == asked
+    assert added[0][0][-2:] == (1.0, 2000)
+
+
+def test_other_bytes_than_were_put_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = SimpleNamespace(
+        allocate=lambda *_: None, write=lambda *_: None, commit=lambda *_: None, register=lambda *_: None,
+        unregister=lambda *_: None, remove=lambda *_: None, read=lambda *_, **__: None, close=lambda: None,
+    )  # fmt: skip
+    monkeypatch.setattr(MooncakeClient, "connect", lambda _: client)
+    worker = Worker(SimpleNamespace(), "segment")  # type: ignore[arg-type]
+    assert worker.run(Case(100, 2, 1, "peer", "cold"), "put", 1000).nbytes == 1000
+    with pytest.raises(RuntimeError, match="other bytes came back than were put"):
+        worker.run(Case(100, 1, 1, "peer", "warm"), "get", 1000)  # this client reads nothing
+
+
+@pytest.mark.parametrize("given", ["host:0", "host:99999", "host:x", ":50", "::1", ""])
+def test_an_address_that_is_none_is_refused(given: str) -> None:
+    assert host_and_port("--peer", "host") == "host:50060"
+    with pytest.raises(ConfigError, match=f"--peer {given}: allowed is HOST or HOST:PORT"):
+        host_and_port("--peer", given)

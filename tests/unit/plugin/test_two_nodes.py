@@ -120,6 +120,28 @@ def test_a_miles_script_gets_flags(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("job_settings", "expected"),
+    [
+        ({"num_rolout": 3}, "num_rollout"),
+        ({"lr": "high"}, "lr"),
+        ({"mooncake_store_init_kwargs": "tcp"}, "mooncake_store_init_kwargs = 'tcp': allowed is a mapping"),
+    ],
+)
+def test_a_wrong_setting_of_the_job_is_said_before_it_is_submitted(
+    job_settings: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        job.entrypoint(Settings("1.1.1.1", "2.2.2.2", job=job_settings), "run", tmp_path)
+
+
+def test_paths_are_those_of_where_the_launcher_was_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = load(None, {**IPS, "STATE_DIR": "state", "MODEL_PATH": "model", "MILES_HOME": "~/miles"})
+    assert (settings.state_dir, settings.model_path) == (str(tmp_path / "state"), str(tmp_path / "model"))
+    assert settings.miles_home == str(Path("~/miles").expanduser())
+
+
 def test_dry_run_starts_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,7 +172,10 @@ def test_a_port_that_is_taken_is_named() -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        (Settings("1", "2", model_path="/nowhere"), r"MODEL_PATH = '/nowhere' is not on this host \(head\)"),
+        (
+            Settings("1", "2", model_path="/nowhere"),
+            r"MODEL_PATH = '/nowhere' on this host \(head\): no config.json and no weights",
+        ),
         (Settings("1", "2", dataset_path="/nowhere"), "DATASET_PATH = '/nowhere'"),
         (Settings("1", "2", trainer="miles"), "MILES_HOME, a miles checkout"),
         (Settings("1", "2", trainer="miles", miles_home="/tmp"), "it is '/tmp'"),
@@ -195,6 +220,20 @@ def test_what_was_started_is_found_by_another_command_and_stopped(background: Ba
     assert started.process() is None
     assert not later.started()
     assert not later.stop("part")
+
+
+@pytest.mark.parametrize("content", ["{", '[{"name": "part"}]', "3"])
+def test_damaged_notes_are_refused(background: Background, content: str) -> None:
+    background.directory.mkdir()
+    (background.directory / "processes.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"processes\.json"):
+        background.started()
+
+
+def test_a_state_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="STATE_DIR"):
+        Background(tmp_path / "file" / "state").start("part", ["true"], os.environ)
 
 
 def test_children_and_what_ignores_sigterm_are_ended(background: Background, monkeypatch: pytest.MonkeyPatch) -> None:

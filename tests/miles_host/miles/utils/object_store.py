@@ -25,13 +25,17 @@ class ValueSpec:
 
 class ObjectStoreGetResult:
     def __init__(self, value, release_fn):
-        self.value, self._release = value, release_fn
+        self._value, self._release = value, release_fn
+
+    @property
+    def value(self):
+        return self._value
 
     def __enter__(self):
-        return self.value
+        return self._value
 
     def __exit__(self, *_):
-        self._release(self.value)
+        self._release(self._value)
 
 
 def init_instance(args, *, contribute_segment=None):

@@ -19,7 +19,21 @@ def get_rollout_data(args, ref, dp_rank, dp_size, witness_info=None):
         shard["rollout_routed_experts"] = [torch.from_numpy(row) for row in shard["rollout_routed_experts"]]
     if "multimodal_train_inputs" in shard:
         shard["multimodal_train_inputs"] = [
-            None if one is None else {key: torch.as_tensor(value).to("cpu") for key, value in one.items()}
+            None if one is None else {key: value.to("cpu") for key, value in one.items()}
             for one in shard["multimodal_train_inputs"]
         ]
+    shard["logged"] = logged(shard)
     return shard, result
+
+
+def logged(shard):
+    """Means of what can be logged; as miles's logger, it refuses arrays and leaves out what is no plain number."""
+    means = {}
+    for key, column in shard.items():
+        if isinstance(column, list) and column and isinstance(column[0], int | float):
+            means[key] = sum(column) / len(column)
+        elif isinstance(column, list) and column and isinstance(column[0], torch.Tensor):
+            means[key] = torch.cat([row.float().reshape(-1) for row in column]).mean()
+        elif not isinstance(column, list):
+            raise ValueError(f"Unsupported type: {type(column)} for key: {key}")
+    return means
