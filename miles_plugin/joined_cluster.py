@@ -6,6 +6,7 @@ and so on for trainers. One node may offer several.
 
 import contextlib
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from mooncake_store.errors import ConfigError, StoreUnavailable
 
 _Result = TypeVar("_Result")
 REACH_SECONDS = 5.0
+_OFFER = re.compile(rf"{ROLLOUT_NODE}|{trainer_node(0)[:-1]}\d+")
 _CALL_SECONDS = 120.0  # for a worker process to start on each node
 
 
@@ -56,14 +58,27 @@ class JoinedCluster:
 
 
 def hosts(address: str) -> dict[str, list[str]]:
-    """What the living nodes of the cluster at `address` offer a job, by host; StoreUnavailable where none answers."""
-    with _joined(address):
-        return {
-            node["NodeManagerAddress"]: sorted(
-                name for name in node["Resources"] if name.endswith("_node") or "_node_" in name
-            )
-            for node in _nodes()
-        }
+    """What the living nodes of the cluster at `address` (HOST:PORT) offer a job, by host.
+
+    By Ray's own client of its GCS: a driver can only look at a cluster from a host that is in it (ray 2.60).
+
+    Raises:
+        StoreUnavailable: no cluster answers there.
+    """
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
+    from ray.core.generated.gcs_pb2 import GcsNodeInfo
+    from ray.exceptions import RpcError
+
+    _check_reachable(address)
+    try:
+        nodes = GcsClient(address=address).get_all_node_info(timeout=REACH_SECONDS)
+    except RpcError as error:
+        raise StoreUnavailable(f"ray_address={address}: what answers there is no Ray cluster ({error})") from error
+    return {
+        node.node_manager_address: sorted(name for name in node.resources_total if _OFFER.fullmatch(name))
+        for node in nodes.values()
+        if node.state == GcsNodeInfo.ALIVE
+    }
 
 
 def find_nodes(address: str, world: Sequence[int], engine_gpus: int) -> tuple[NodeSpec, list[NodeSpec]]:
@@ -108,12 +123,8 @@ def joined_cluster(address: str, trainers: int) -> Iterator[JoinedCluster]:
 def _joined(address: str) -> Iterator[None]:
     import ray
 
-    # Ray itself tries for more than a minute.
-    reasons = None if address == "auto" else unreachable(address, REACH_SECONDS)
-    if reasons is not None:
-        raise StoreUnavailable(
-            f"ray_address={address}: no Ray cluster answers there ({reasons}); start one with `ray start --head`"
-        )
+    if address != "auto":
+        _check_reachable(address)
     try:
         connect(address)
     except (ConnectionError, ray.exceptions.RaySystemError, RuntimeError, ValueError) as error:
@@ -125,6 +136,15 @@ def _joined(address: str) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself tries for more than a minute."""
+    reasons = unreachable(address, REACH_SECONDS)
+    if reasons is not None:
+        raise StoreUnavailable(
+            f"ray_address={address}: no Ray cluster answers there ({reasons}); start one with `ray start --head`"
+        )
 
 
 def _nodes() -> list[dict[str, Any]]:
