@@ -283,7 +283,11 @@ class RunClaim:
                 self._beat(segment)
                 if other is None or self._kept():
                     return
-            other = owner_of(self._records, self._run_id)
+            before, other = other, owner_of(self._records, self._run_id)
+            if other == self._mine:  # written, but not seen at once by who wrote it
+                self._beat(segment)
+                if before is None or self._kept():
+                    return
             if is_alive(self._records, self._run_id):
                 break
             if owner_of(self._records, self._run_id) == other:  # nobody took it over meanwhile

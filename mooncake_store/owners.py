@@ -44,7 +44,8 @@ class Owners:
         """
         slots = [slot_key(slot) for slot in range(SLOTS)]
         taken = [slot for slot, exists in zip(slots, self._client.exist(slots), strict=True) if exists]
-        found = [record for record in map(self._read, taken) if record is not None]
+        read = [record for record in map(self._read, taken) if record is not None]
+        found = list({record.sentinel: record for record in read}.values())  # each once: copies go to distinct owners
         here = boot_id()
         found.sort(key=lambda record: record.boot_id != here)
         with self._lock:

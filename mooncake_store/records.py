@@ -23,7 +23,7 @@ from mooncake_store.client import MooncakeClient, Range
 from mooncake_store.errors import IntegrityError, ObjectLost, ObjectNotFound, StoreError, StoreUnavailable
 
 MAX_BYTES = 64 << 10
-REPLACED_SECONDS = 1.0  # within which a record that was read while it was replaced is whole again
+REPLACED_SECONDS = 1.0  # within which a record that was read while it was written or replaced is whole
 _DIGEST, _TOKEN = 8, 16  # bytes; the token tells apart two equal records, one of which lost
 
 
@@ -67,7 +67,11 @@ class Records:
             except StoreError:
                 self._client.revoke([key])
                 raise
-            return self._stored_under(key) == stored
+            # What is not seen at once may be ours: who takes a claim of its own for another's has lost it for good.
+            for _ in attempts(REPLACED_SECONDS):
+                if found := self._stored_under(key):
+                    return found == stored
+            return False
 
     def replace(self, key: str, payload: bytes, segment: str) -> None:
         """Write a record in the place of what is there; for a moment there is none.

@@ -273,6 +273,35 @@ def test_a_claim_that_could_not_be_written_can_be_tried_again(master: Master, cl
 # --- keeping ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("taken_over", [False, True], ids=["free", "after a dead owner"])
+@pytest.mark.parametrize("read_back", [None, b"", b"another"], ids=["not found", "being replaced", "stale"])
+def test_a_claim_of_ours_that_could_not_be_read_back_is_ours(
+    taken_over: bool, read_back: bytes | None, master: Master, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that is busy may not show at once what was written: that made a process its own rival."""
+    if taken_over:
+        owned_by_other(master)
+    written: list[str] = []
+    stored_under = master.records._stored_under
+
+    def read_too_soon(key: str) -> bytes | None:
+        is_first = key == claim_key("r") and owner_bytes(stored_under(key)) and not written
+        written.extend([key] if is_first else [])
+        return read_back if is_first else stored_under(key)
+
+    def owner_bytes(stored: bytes | None) -> bool:
+        return stored is not None and OTHER.token.encode() not in stored
+
+    monkeypatch.setattr(master.records, "_stored_under", read_too_soon)
+    mine = claim_of(master)
+    mine.take("a")
+    assert written
+    assert owner_of(master.records, "r") == mine._mine
+    assert master.records.read(beat_key("r")) is not None
+    with pytest.raises(ConfigError, match="in use"):
+        claim_of(master).take("a")
+
+
 def test_each_beat_changes_the_record(master: Master, clock: Clock) -> None:
     mine = claim_of(master)
     mine.beat(["a"])  # nothing is claimed yet

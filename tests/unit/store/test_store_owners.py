@@ -47,6 +47,14 @@ def test_a_slot_that_holds_no_record_is_told_and_skipped(caplog: pytest.LogCaptu
     assert [record.args[0] for record in caplog.records if record.args] == [slot_key(1), slot_key(2)]
 
 
+def test_a_holder_that_says_so_twice_is_one() -> None:
+    """Two copies of a batch must not come to lie in one memory."""
+    segment = Lent("a")
+    master = Master(segment)
+    assert master.records.claim(slot_key(5), msgspec.json.encode(segment.record), "a")
+    assert owners_of(master).all() == [segment.record]
+
+
 @pytest.mark.parametrize("operation", ["exist", "locate", "read"])
 def test_a_master_that_does_not_answer_makes_no_holder_unknown(operation: str) -> None:
     segment = Lent("a")

@@ -44,6 +44,19 @@ def test_a_claim_is_won_once(master: Master) -> None:
     assert sum(operation == "allocate" for operation, _ in master.calls) == 1
 
 
+@pytest.mark.parametrize("seen", [None, b""], ids=["not found", "being replaced"])
+def test_a_claim_that_is_not_seen_at_once_is_ours(
+    seen: bytes | None, master: Master, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = records_of(master)
+    later, early = records._stored_under, [seen]
+    monkeypatch.setattr(records, "_stored_under", lambda key: early.pop() if early else later(key))
+    assert records.claim("k", b"mine", "a")
+    assert not early
+    monkeypatch.setattr(records, "_stored_under", lambda _: seen)
+    assert not records.claim("other", b"mine", "a"), "never seen"
+
+
 def test_a_claim_that_was_lost_between_two_questions_is_told_and_undoes_nothing(master: Master) -> None:
     """Both saw no record; the other was faster."""
     one, other = records_of(master), records_of(master)
