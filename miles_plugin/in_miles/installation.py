@@ -9,48 +9,25 @@ store pays nothing.
 import importlib
 import inspect
 import sys
-import threading
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 import wrapt
 
 from miles_plugin.in_miles import names
+from miles_plugin.in_miles.state import installation as state
 from mooncake_store.errors import ConfigError
-
-
-class _Installation:
-    """What is changed in this process: module, name, what was there before, and what is there now."""
-
-    def __init__(self) -> None:
-        self.active = self.hooked = False
-        self.changed: list[tuple[ModuleType, str, Any, Any]] = []
-        self.lock = threading.RLock()
-
-    def replace(self, module: ModuleType, name: str, new: Any, before: Any = None) -> None:
-        """`before` is what is put back, if not what is there now."""
-        there = getattr(module, name)
-        self.changed.append((module, name, there if before is None else before, new))
-        setattr(module, name, new)
-
-    def has(self, module: ModuleType, name: str) -> bool:
-        """Whether the module's name is ours at this moment; a reload brings miles's back."""
-        return any(each[:2] == (module, name) and getattr(module, name) is each[3] for each in self.changed)
-
-
-_installation = _Installation()
 
 
 def install() -> None:
     """See `miles_plugin.install`."""
-    with _installation.lock:
-        if not _installation.active:
+    with state.lock:
+        if not state.active:
             _check()
-        _installation.active = True
+        state.active = True
         try:
-            if not _installation.hooked:
-                _installation.hooked = True
+            if not state.hooked:
+                state.hooked = True
                 for module, change in _CHANGES.items():
                     wrapt.register_post_import_hook(_when_active(change), module)
             for module, change in _CHANGES.items():
@@ -63,17 +40,12 @@ def install() -> None:
 
 def uninstall() -> None:
     """Put back what was there, where ours still is; idempotent. A store that is open stays open."""
-    with _installation.lock:
-        _installation.active = False
-        for module, name, before, ours in reversed(_installation.changed):
+    with state.lock:
+        state.active = False
+        for module, name, before, ours in reversed(state.changed):
             if getattr(module, name, None) is ours:
                 setattr(module, name, before)
-        _installation.changed.clear()
-
-
-def is_installed() -> bool:
-    """Whether `install` was called, and not undone."""
-    return _installation.active
+        state.changed.clear()
 
 
 def _check() -> None:
@@ -88,8 +60,8 @@ def _check() -> None:
 
 def _when_active(change: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
     def after_import(module: ModuleType) -> None:
-        with _installation.lock:
-            if _installation.active:
+        with state.lock:
+            if state.active:
                 names.check()  # not before, where miles was not on the path yet
                 change(module)
 
@@ -97,24 +69,24 @@ def _when_active(change: Callable[[ModuleType], None]) -> Callable[[ModuleType],
 
 
 def _change_store(module: ModuleType) -> None:
-    if not _installation.has(module, names.STORE_CLASS):
+    if not state.has(module, names.STORE_CLASS):
         ours = importlib.import_module("miles_plugin.in_miles.object_store")
-        _installation.replace(module, names.STORE_CLASS, ours.MooncakeObjectStore)
+        state.replace(module, names.STORE_CLASS, ours.MooncakeObjectStore)
 
 
 def _change_split(module: ModuleType) -> None:
-    if not _installation.has(module, names.SHARD_FUNCTION):
+    if not state.has(module, names.SHARD_FUNCTION):
         ours = importlib.import_module("miles_plugin.in_miles.delayed_split")
-        _installation.replace(module, names.SHARD_FUNCTION, ours.rows_by_rank(getattr(module, names.SHARD_FUNCTION)))
+        state.replace(module, names.SHARD_FUNCTION, ours.rows_by_rank(getattr(module, names.SHARD_FUNCTION)))
 
 
 def _change_importer(module: ModuleType) -> None:
-    if _installation.has(module, names.SHARD_FUNCTION):
+    if state.has(module, names.SHARD_FUNCTION):
         return
     ours = getattr(sys.modules[names.DATA], names.SHARD_FUNCTION)
     # Imported after DATA, it has what replaces the function already.
     is_ours = getattr(module, names.SHARD_FUNCTION) is ours
-    _installation.replace(module, names.SHARD_FUNCTION, ours, before=inspect.unwrap(ours) if is_ours else None)
+    state.replace(module, names.SHARD_FUNCTION, ours, before=inspect.unwrap(ours) if is_ours else None)
 
 
 # In this order where several are imported already.

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from miles_plugin.in_miles.installation import is_installed
+from miles_plugin.in_miles.state import installation
 from mooncake_store import BatchRef
 from mooncake_store.errors import ConfigError
 
@@ -32,7 +32,7 @@ class MilesRef:
 
 
 def _received(*parts: Any) -> MilesRef:
-    if not is_installed():
+    if not installation.active:
         raise ConfigError(
             "a batch of miles-mooncake's store has reached a process whose miles has its own store: start the driver "
             "with `python -m miles_plugin.run SCRIPT ...`, or call miles_plugin.install() first thing in it"
