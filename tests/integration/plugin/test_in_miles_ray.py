@@ -35,7 +35,8 @@ def init_kwargs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
 
 
 def run(command: list[str], *flags: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    inherited = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "LOCAL_RANK")}
+    inherited = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"}
+    inherited["RAY_ADDRESS"] = "local"  # or it would join a cluster of another test's
     return subprocess.run(
         [*command, str(HOST / "train.py"), *flags],
         capture_output=True,
