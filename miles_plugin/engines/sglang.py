@@ -14,7 +14,8 @@ class EngineError(RuntimeError):
 
 
 # A request for responses may be a whole rollout batch; an engine that ends closes its connections at once.
-_GENERATE_TIMEOUT = httpx.Timeout(3600.0, connect=5.0)
+_CONNECT_SECONDS = 15.0  # the link may be down for a few; who is not there refuses at once
+_GENERATE_TIMEOUT = httpx.Timeout(3600.0, connect=_CONNECT_SECONDS)
 # SGLang closes a connection that was idle for 5 seconds.
 _IDLE_SECONDS = 1.0
 _ATTEMPTS = 3
@@ -32,8 +33,10 @@ class SGLangEngine:
         self.url = url
         self._http = httpx.Client(
             base_url=url,
-            timeout=httpx.Timeout(timeout, connect=5.0),
-            limits=httpx.Limits(keepalive_expiry=_IDLE_SECONDS),
+            timeout=httpx.Timeout(timeout, connect=_CONNECT_SECONDS),
+            # A connection for each request: between two hosts one that was closed while idle may not be known as such,
+            # and a request on it, unlike a connection that cannot be made, may not be sent again.
+            limits=httpx.Limits(max_keepalive_connections=0),
             trust_env=False,
         )
 

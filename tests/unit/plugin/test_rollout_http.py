@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from miles_plugin.engines.sglang import AsyncHTTP, EngineError
+from miles_plugin.engines.sglang import AsyncHTTP, EngineError, SGLangEngine
 
 OK = b'HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{"ok": 1}'
 BROKEN = b"HTTP/1.1 500 Oh\r\nContent-Length: 7\r\n\r\nno luck"
@@ -54,6 +54,30 @@ def test_what_stays_unanswered_or_is_an_error_is_an_engine_error(answers: list[b
             await http.post(url, {})
 
     assert serve(answers, use) == len(answers)
+
+
+def test_what_steers_an_engine_goes_by_a_connection_of_its_own() -> None:
+    """One that the engine has closed meanwhile, unseen behind a link that was down, would lose the request."""
+    connections = 0
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        for reply in (OK, b""):  # the first request is answered, and a second one on the same connection is not
+            if await reader.read(65536):
+                writer.write(reply)
+        writer.close()
+
+    async def run() -> None:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        engine = SGLangEngine(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        for _ in range(3):
+            await asyncio.to_thread(engine.begin_update)
+        engine.close()
+        server.close()
+
+    asyncio.run(run())
+    assert connections == 3
 
 
 def test_an_engine_that_is_not_there_is_named_at_once() -> None:
