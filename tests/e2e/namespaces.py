@@ -6,13 +6,12 @@ their memory. Needs root, or the right to make namespaces.
 
 from __future__ import annotations
 
-import ctypes
-import itertools
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,21 +19,29 @@ from pathlib import Path
 from typing import NoReturn
 
 _INSIDE = "veth0"
-_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
-class Host:
-    """One of the two. address: in the network between them. pid: of its first process, seen from outside."""
+class Namespace:
+    """pid: of its first process, seen from outside."""
 
-    name: str
-    address: str
     pid: int
-    outside: str
 
     def command(self, arguments: Sequence[str]) -> list[str]:
         """The command line that runs `arguments` in it."""
         return ["nsenter", "-t", str(self.pid), "-n", "-p", "-m", "-u", "-i", "--", *arguments]
+
+    def do(self, *arguments: str) -> None:
+        subprocess.run(self.command(arguments), check=True, capture_output=True, text=True, timeout=30)
+
+
+@dataclass(frozen=True)
+class Host(Namespace):
+    """One of the two. address: in the network between them. switch: what it is plugged into, by a port of its name."""
+
+    name: str
+    address: str
+    switch: Namespace
 
     def run(
         self, arguments: Sequence[str], env: Mapping[str, str] | None = None, seconds: float = 120
@@ -45,16 +52,16 @@ class Host:
         )
 
     def link(self, up: bool) -> None:
-        """Take its end of the link down or up, as a cable that is pulled."""
-        _do("ip", "link", "set", self.outside, "up" if up else "down")
+        """Take its port down or up, as a cable that is pulled."""
+        self.switch.do("ip", "link", "set", self.name, "up" if up else "down")
 
     def shape(self, rate: str | None) -> None:
         """Bound what it sends to `rate`, e.g. "100mbit"; None for no bound."""
-        tc = self.command(["tc", "qdisc"])
         if rate is None:
-            _do(*tc, "del", "dev", _INSIDE, "root")
+            self.do("tc", "qdisc", "del", "dev", _INSIDE, "root")
         else:
-            _do(*tc, "replace", "dev", _INSIDE, "root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
+            bound = ["rate", rate, "burst", "256kb", "latency", "50ms"]
+            self.do("tc", "qdisc", "replace", "dev", _INSIDE, "root", "tbf", *bound)
 
 
 def why_not() -> str | None:
@@ -68,34 +75,35 @@ def why_not() -> str | None:
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """The two; at exit everything in them ends."""
-    number = next(_numbers)
-    tag = f"{os.getpid() % 100000}{chr(97 + number % 26)}"
-    bridge = f"mbr{tag}"
+    """The two; at exit, or when this process ends in any way, everything in them ends."""
     with ExitStack() as stack:
-        _do("ip", "link", "add", bridge, "type", "bridge")
-        stack.callback(subprocess.run, ["ip", "link", "del", bridge], capture_output=True)
-        _do("ip", "link", "set", bridge, "up")
+        switch = Namespace(stack.enter_context(_namespace()))
+        switch.do("ip", "link", "add", "switch", "type", "bridge")
+        switch.do("ip", "link", "set", "switch", "up")
         hosts = []
         for index, name in enumerate(("head", "worker"), start=1):
-            init = stack.enter_context(_namespace())
-            outside = f"m{name[0]}{tag}"
-            _do("ip", "link", "add", outside, "type", "veth", "peer", "name", _INSIDE, "netns", str(init))
-            host = Host(name, f"10.77.0.{index}", init, outside)
-            _do("ip", "link", "set", outside, "master", bridge, "up")
+            host = Host(stack.enter_context(_namespace()), name, f"10.77.0.{index}", switch)
+            switch.do("ip", "link", "add", name, "type", "veth", "peer", "name", f"to{name}")
+            # From out here, where the host's PID means something.
+            subprocess.run(
+                ["nsenter", "-t", str(switch.pid), "-n", "--",
+                 "ip", "link", "set", f"to{name}", "netns", str(host.pid)],
+                check=True, capture_output=True, text=True, timeout=30,
+            )  # fmt: skip
+            switch.do("ip", "link", "set", name, "master", "switch", "up")
             for arguments in (
                 ["hostname", f"{name}-of-test"],
                 ["ip", "link", "set", "lo", "up"],
+                ["ip", "link", "set", f"to{name}", "name", _INSIDE],
                 ["ip", "address", "add", f"{host.address}/24", "dev", _INSIDE],
                 ["ip", "link", "set", _INSIDE, "up"],
                 ["mkdir", "-p", "/tmp/ray"],
                 ["mount", "-t", "tmpfs", "-o", "size=4g", "tmpfs", "/dev/shm"],
                 ["mount", "-t", "tmpfs", "tmpfs", "/tmp/ray"],
             ):
-                _do(*host.command(arguments))
+                host.do(*arguments)
             hosts.append(host)
         head, worker = hosts
-        _do(*head.command(["ping", "-c", "1", "-W", "5", worker.address])) if _has_ping() else None
         yield head, worker
 
 
@@ -106,7 +114,7 @@ def _namespace() -> Iterator[int]:
     with tempfile.TemporaryFile() as errors:
         outer = subprocess.Popen(
             ["unshare", *flags, sys.executable, "-S", "-E", __file__],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, start_new_session=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True,
         )  # fmt: skip
         try:
             assert outer.stdout is not None
@@ -119,17 +127,9 @@ def _namespace() -> Iterator[int]:
             outer.wait()
 
 
-def _has_ping() -> bool:
-    return any((Path(folder) / "ping").exists() for folder in os.environ.get("PATH", "").split(os.pathsep))
-
-
-def _do(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=30)
-
-
 def _first_process() -> NoReturn:
     """Ends with the test that made it, and with it all of its namespace; takes in what ends meanwhile."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
     signal.signal(signal.SIGCHLD, lambda *_: None)
     print("ready", flush=True)
     while True:
