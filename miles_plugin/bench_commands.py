@@ -121,20 +121,7 @@ def _add_transport(names: Any) -> None:
         help="instead, how cost grows: 1 to 64 batches outstanding, 10 to 100,000 samples, 1 to 8 readers "
         "(default: off)",
     )
-    output = parser.add_argument_group("output", "what becomes of it")
-    output.add_argument("--output", type=Path, metavar="DIR", help="where to write (default: runs/transport-<run id>)")
-    output.add_argument(
-        "--compare",
-        type=Path,
-        metavar="FILE",
-        help="measurements.jsonl of an earlier run of the same load: print what changed (default: nothing)",
-    )
-    output.add_argument(
-        "--document",
-        type=Path,
-        metavar="FILE",
-        help="replace what lies between the marks of this benchmark in a Markdown file (default: none)",
-    )
+    output = _add_output(parser, "transport")
     output.add_argument("--check", action="store_true", help="end with status 1 when a target is missed (default: 0)")
 
 
@@ -196,17 +183,22 @@ def _add_rdma(names: Any) -> None:
     how.add_argument(
         "--quick", action="store_true", help="a run of seconds that proves only that it works (default: off)"
     )
+    _add_output(parser, "rdma")
+
+
+def _add_output(parser: argparse.ArgumentParser, name: str) -> Any:
     output = parser.add_argument_group("output", "what becomes of it")
-    output.add_argument("--output", type=Path, metavar="DIR", help="where to write (default: runs/rdma-<run id>)")
+    output.add_argument("--output", type=Path, metavar="DIR", help=f"where to write (default: runs/{name}-<run id>)")
     output.add_argument(
         "--compare",
         type=Path,
         metavar="FILE",
-        help="measurements.jsonl of an earlier run: what changed (default: nothing)",
+        help="measurements.jsonl of an earlier run of the same load: print what changed (default: nothing)",
     )
     output.add_argument(
         "--document",
         type=Path,
         metavar="FILE",
-        help="replace what lies between its marks in a Markdown file (default: none)",
+        help="replace what lies between the marks of this benchmark in a Markdown file (default: none)",
     )
+    return output

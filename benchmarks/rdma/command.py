@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import compare, markdown, measurements
-from benchmarks.measurements import Measurement, append, this_machine
+from benchmarks.measurements import Measurement
 from benchmarks.processes import SpawnedProcess
 from benchmarks.progress import Steps
 from benchmarks.rdma import counters, plot, report
@@ -22,6 +22,7 @@ from benchmarks.rdma.counters import Link
 from benchmarks.rdma.service import serve
 from benchmarks.rdma.settings import OPERATIONS, Case, Settings, host_and_port, resolve_settings
 from benchmarks.rdma.worker import Worker
+from benchmarks.recorder import Recorder
 from miles_plugin.bench_commands import BenchFailed
 from miles_plugin.interrupt import in_order, no_descendant_left
 from mooncake_store.config import fit_to_host
@@ -106,10 +107,10 @@ class _Run:
     def __init__(
         self, settings: Settings, peer: Peer, there: Mapping[str, Any], path: Path, steps: Steps, stack: ExitStack
     ) -> None:
-        self._settings, self._peer, self._there, self._path, self._steps = settings, peer, there, path, steps
+        self._settings, self._peer, self._there, self._steps = settings, peer, there, steps
         self._stack = stack
-        self._machine, self._versions = this_machine()
-        self.found: list[Measurement] = []
+        self._recorder = Recorder(settings.run, path)
+        self.found = self._recorder.measurements
         rpc, metrics = free_ports(2, settings.address)
         master = ManagedProcess(
             "mooncake_master", master_command(settings.address, rpc, metrics), settings.logs / "mooncake_master.log"
@@ -143,9 +144,9 @@ class _Run:
         return report.Context(
             run=settings.run,
             protocol=settings.protocol,
-            here=str(self._machine),
+            here=str(self._recorder.machine),
             there=str(measurements.machine_of(self._there["machine"])),
-            versions=self._versions,
+            versions=self._recorder.versions,
             links=", ".join(f"{link.name} {where}" for where, link in links.items()),
             rate=min(rates) if len(rates) == len(links) else None,
             left_out=tuple(self.left_out),
@@ -209,8 +210,7 @@ class _Run:
     def _add(self, case: Case, who: str, operation: str, number: int, seconds: float, moved: int, **more: Any) -> None:
         if number < 0:  # a warm-up
             return
-        measurement = Measurement(
-            run=self._settings.run,
+        self._recorder.add(
             settings=self._settings.load(case),
             variant=case.name,
             peer=who,
@@ -218,9 +218,5 @@ class _Run:
             round=number,
             seconds=seconds,
             bytes=moved,
-            machine=self._machine,
-            versions=self._versions,
             **more,
         )
-        self.found.append(measurement)
-        append(self._path, [measurement])

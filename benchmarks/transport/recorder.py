@@ -1,10 +1,8 @@
-"""Gathers measurements, and writes each down as soon as it is made: an interrupted run leaves what it has."""
+"""What the rounds of `bench transport` find, written down."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from benchmarks.measurements import Measurement, append, this_machine
+from benchmarks import recorder
 from benchmarks.transport.settings import Settings
 from benchmarks.transport.workload import Workload
 
@@ -21,9 +19,8 @@ class Recorder:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._machine, self._versions = this_machine()
-        self.measurements: list[Measurement] = []
-        self.path: Path = settings.output / FILE_NAME
+        self._recorder = recorder.Recorder(settings.run, settings.output / FILE_NAME)
+        self.measurements, self.path = self._recorder.measurements, self._recorder.path
 
     def add(
         self,
@@ -38,8 +35,7 @@ class Recorder:
         scale: dict[str, int] | None = None,
     ) -> None:
         """Add one; see `Measurement`."""
-        measurement = Measurement(
-            run=self._settings.run,
+        self._recorder.add(
             settings=self._settings.load(workload),
             variant=workload.variant,
             peer=peer,
@@ -47,10 +43,6 @@ class Recorder:
             round=number,
             seconds=seconds,
             bytes=nbytes,
-            machine=self._machine,
-            versions=self._versions,
             extra_bytes=extra_bytes,
             scale=scale,
         )
-        self.measurements.append(measurement)
-        append(self.path, [measurement])
