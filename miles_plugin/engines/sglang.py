@@ -10,7 +10,18 @@ import httpx
 
 
 class EngineError(RuntimeError):
-    """An engine answered with an error, not at all, or with nonsense; the message names engine and request."""
+    """An engine answered with an error, not at all, or with nonsense; the message names engine and request.
+
+    Attributes:
+        status: HTTP status of the answer; None without one.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message, status)
+        self.status = status
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 # A request for responses may be a whole rollout batch; an engine that ends closes its connections at once.
@@ -106,7 +117,34 @@ class SGLangEngine:
 
     def weight_version(self) -> str:
         """The version the engine says it serves; "default" before the first stamp."""
-        return str(self._request("GET", "/model_info").json()["weight_version"])
+        return str(self.model_info()["weight_version"])
+
+    def model_info(self) -> dict[str, Any]:
+        """The model as it is now: model_path, weight_version, architectures, disaggregation_mode, ..."""
+        return dict(self._request("GET", "/model_info").json())
+
+    def server_info(self) -> dict[str, Any]:
+        """What the server was started with: tp_size, dtype, enable_lora, ...; flat, by SGLang's names."""
+        return dict(self._request("GET", "/server_info").json())
+
+    def checksums(self) -> list[dict[str, str]]:
+        """By tensor-parallel rank: the checksum of every tensor it holds, under SGLang's own names.
+
+        On a CPU the first 8 bytes of the SHA-256 of its bytes, in hex.
+        """
+        answer = self._post("/weights_checker", {"action": "checksum"})
+        ranks = sorted(answer["ranks"], key=lambda each: each["parallelism_info"]["tp_rank"])
+        return [dict(each["checksums"]) for each in ranks]
+
+    def registered_memory(self, rank: int) -> tuple[str, dict[str, tuple[int, int, int]]]:
+        """Where the Transfer Engine may write on one tensor-parallel rank.
+
+        Returns the session and, under SGLang's own names, (address, elements, bytes per element) of every parameter.
+        The server must be started with --remote-instance-weight-loader-start-seed-via-transfer-engine.
+        """
+        answer = self._request("GET", f"/remote_instance_transfer_engine_info?rank={rank}").json()
+        session, memory = answer["remote_instance_transfer_engine_info"]
+        return session, {name: tuple(where) for name, where in memory.items()}
 
     def close(self) -> None:
         self._http.close()
@@ -171,5 +209,5 @@ def _no_answer(url: str, error: httpx.TransportError) -> EngineError:
 
 def _checked(response: httpx.Response) -> httpx.Response:
     if response.is_error:
-        raise EngineError(f"{response.url}: HTTP {response.status_code}: {response.text[:500]}")
+        raise EngineError(f"{response.url}: HTTP {response.status_code}: {response.text[:500]}", response.status_code)
     return response
