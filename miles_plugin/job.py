@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from miles_plugin import checkpoint, interrupt
 from miles_plugin.arguments import TrainConfig
@@ -17,8 +18,11 @@ from miles_plugin.preflight import check, check_report
 from miles_plugin.report.machine import describe_machine
 from miles_plugin.report.observer import Observer
 from miles_plugin.report.observers import open_observers
-from miles_plugin.report.record import Arm, Report, Resume, ShardRecord, Step
+from miles_plugin.report.record import Arm, Report, Resume, ShardRecord, Step, UpdateRecord
 from mooncake_store.errors import ConfigError, IntegrityError, StoreUnavailable
+
+if TYPE_CHECKING:
+    from miles_plugin.weight_transfer.transfer import WeightUpdate
 
 
 class JobFailed(RuntimeError):
@@ -111,17 +115,43 @@ def _begin_arm(
 ) -> Arm:
     parts.each("load", path, resume.directory if resume else None)
     parts.managed("begin", reward == "shuffled", resume.progress.manager if resume else None)
-    parts.each("update_weights", parts.manager)
+    update = _update(parts, observer)
     if resume is not None:
         arm = report.arms[reward]
         observer.message(f"{reward} reward: resumed after {len(arm.steps)} rollouts from {resume.directory}")
     else:
-        arm = report.arms[reward] = Arm(reward, parts.managed("evaluate"))
+        arm = report.arms[reward] = Arm(reward, parts.managed("evaluate"), first_update=update)
     observer.arm_started(arm, config.num_rollout)
     return arm
 
 
+def _update(parts: Parts, observer: Observer) -> UpdateRecord:
+    """Bring the engines to the trainers' weights."""
+    observer.phase_started("update")
+
+    def look() -> None:
+        if progress := parts.progress():
+            observer.progress(*progress)
+
+    update: WeightUpdate = parts.each("update_weights", parts.manager, tick=look)[0]
+    for left in update.left:
+        observer.message(f"warning: version {update.version} is served without an engine: {left}")
+    return UpdateRecord(
+        update.version,
+        update.nbytes,
+        update.density,
+        update.seconds,
+        list(update.confirmed),
+        list(map(str, update.left)),
+        update.proven,
+    )
+
+
 def _step(config: TrainConfig, parts: Parts, rollout_id: int, observer: Observer) -> Step:
+    updates = []
+    if waiting := parts.managed("roll_call").waiting:
+        observer.message(f"engines that wait for weights: {', '.join(waiting)}")
+        updates.append(_update(parts, observer))
     observer.phase_started("generate")
     rollout = parts.managed("generate", rollout_id)
     observer.phase_started("train")
@@ -138,12 +168,11 @@ def _step(config: TrainConfig, parts: Parts, rollout_id: int, observer: Observer
     version = None
     is_last = rollout_id + 1 == config.num_rollout
     if (rollout_id + 1) % config.update_weights_interval == 0 or is_last:
-        observer.phase_started("update")
         update_started = time.perf_counter()
-        update = parts.each("update_weights", parts.manager)[0]
+        updates.append(_update(parts, observer))
         seconds["update"] = time.perf_counter() - update_started
-        nbytes["update"] = update["nbytes"]
-        version = update["version"]
+        nbytes["update"] = updates[-1].nbytes
+        version = updates[-1].version
     accuracy = None
     if (rollout_id + 1) % config.eval_interval == 0 or is_last:
         observer.phase_started("evaluate")
@@ -165,6 +194,7 @@ def _step(config: TrainConfig, parts: Parts, rollout_id: int, observer: Observer
         sample_versions=rollout.weight_versions,
         served_version=version,
         shards=shards,
+        updates=updates,
     )
 
 

@@ -19,13 +19,12 @@ from miles_plugin.joined_cluster import JoinedCluster, joined_cluster
 from miles_plugin.object_store import start_segment_holder
 from miles_plugin.plan import Plan
 from miles_plugin.report.units import nbytes
+from miles_plugin.rollout.lanes import ACKNOWLEDGE, CONTROL
 from miles_plugin.shared_files import share
 from mooncake_store.errors import ConfigError
 from mooncake_store.master import MasterProcess
 from mooncake_store.process import tail
 
-# Calls of this concurrency group reach the manager while it generates.
-_CONTROL = "control"
 # Seconds between looks at the parts while the job waits for one of them.
 _CHECK_SECONDS = 1.0
 # Seconds that the engines get to end, and that a dying engine gets to be seen dead.
@@ -117,9 +116,9 @@ class Parts:
         """The manager's handle, for trainers that call it themselves."""
         return self._manager.actor
 
-    def each(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method on every trainer at once; the results in rank order."""
-        return self.wait([self.start(part, method, *arguments) for part in self._trainers])
+    def each(self, method: str, *arguments: Any, tick: Callable[[], None] | None = None) -> list[Any]:
+        """Call a method on every trainer at once; the results in rank order. tick: called now and then meanwhile."""
+        return self.wait([self.start(part, method, *arguments) for part in self._trainers], tick)
 
     def each_with(self, method: str, *arguments: list[Any]) -> list[Any]:
         """Like `each`, every argument being a list with one item per rank."""
@@ -142,7 +141,16 @@ class Parts:
         """Call a method of trainer rank 0 without waiting."""
         return self.start(self._trainers[0], method, *arguments)
 
-    def wait(self, calls: list[tuple[Part, Any]]) -> list[Any]:
+    def progress(self) -> tuple[int, int] | None:
+        """Bytes that a weight update under way has sent, and of how many; None when nobody says."""
+        import ray
+
+        with contextlib.suppress(ray.exceptions.RayError):
+            done: tuple[int, int] = ray.get(self._control("progress"), timeout=_CHECK_SECONDS)
+            return done
+        return None
+
+    def wait(self, calls: list[tuple[Part, Any]], tick: Callable[[], None] | None = None) -> list[Any]:
         """Results of started calls, in order. The first failure is raised at once: the other ranks may wait for the
         failed one in a collective, and would hold the job until that times out.
 
@@ -158,6 +166,8 @@ class Parts:
             ready, _ = ray.wait(list(pending), timeout=_CHECK_SECONDS)
             # Also when calls are answered: actors go on for a while without their raylet (ray 2.60).
             self._watch.check_if_due()
+            if tick is not None:
+                tick()
             if self._manager in pending.values():  # which is what runs them
                 self._slow.look(time.monotonic() - started)
             for reference in ready:
@@ -186,7 +196,7 @@ class Parts:
         ray.kill(self.manager)
 
     def _control(self, method: str, *arguments: Any) -> Any:
-        return getattr(self.manager, method).options(concurrency_group=_CONTROL).remote(*arguments)
+        return getattr(self.manager, method).options(concurrency_group=CONTROL).remote(*arguments)
 
     def _longest_call(self, waited: float) -> tuple[str, float] | None:
         import ray
@@ -297,11 +307,11 @@ def _where(config: TrainConfig, plan: Plan) -> str:
 def _manager(plan: Plan, directory: Path) -> Part:
     import ray
 
-    from miles_plugin.rollout.actor import ACKNOWLEDGE, RolloutManagerActor
+    from miles_plugin.rollout.actor import RolloutManagerActor
 
     log = directory / "logs" / "rollout-manager.log"
     actor = (
-        ray.remote(concurrency_groups={_CONTROL: 1, ACKNOWLEDGE: 1})(RolloutManagerActor)
+        ray.remote(concurrency_groups={CONTROL: 1, ACKNOWLEDGE: 1})(RolloutManagerActor)
         .options(resources={ROLLOUT_NODE: 1}, num_cpus=1, num_gpus=len(plan.rollout_node.gpus))
         .remote(log)
     )
@@ -352,8 +362,7 @@ def _connect(
     (port,) = parts.wait([parts.start_first("rendezvous_port")])
     parts.each("join", plan.trainer_nodes[0].host, port)
     parts.wait([engines])
-    parts.each("connect_engines", parts.managed("engines"))
-    say("SGLang serves; the trainers and the engines share a process group")
+    say("SGLang serves")
 
 
 def devices_differ(device_name: str | None, devices: list[list[str]]) -> str | None:

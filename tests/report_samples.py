@@ -5,10 +5,15 @@ from typing import Any
 
 from miles_plugin.arguments_sources import load_config
 from miles_plugin.report.observers import Observers
-from miles_plugin.report.record import Arm, Report, ShardRecord, Step
+from miles_plugin.report.record import Arm, Report, ShardRecord, Step, UpdateRecord
 
 MACHINE = {"cpus": 2, "gpus": [], "platform": "Linux", "python": "3.11.7", "versions": {"torch": "2.13.0"}}
 NUM_ROLLOUT = 4
+
+
+def make_update(version: int) -> UpdateRecord:
+    seconds = {"prepare": 0.01, "pause": 0.02, "transfer": 0.4, "resume": 0.01, "converge": 0.5}
+    return UpdateRecord(version, 1_150_000, 1.0, seconds, ["http://127.0.0.1:1"], [], 0)
 
 
 def make_step(rollout_id: int, accuracy: float | None = 0.5, **changes: Any) -> Step:
@@ -27,6 +32,7 @@ def make_step(rollout_id: int, accuracy: float | None = 0.5, **changes: Any) -> 
         "sample_versions": [str(rollout_id)],
         "served_version": rollout_id + 1,
         "shards": [ShardRecord(0, f"run/r/b/{rollout_id}", 512, "a", "a")],
+        "updates": [make_update(rollout_id + 1)],
     }
     return Step(**(values | changes))
 

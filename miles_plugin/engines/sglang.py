@@ -44,7 +44,7 @@ class SGLangEngine:
         self.url = url
         self._http = httpx.Client(
             base_url=url,
-            timeout=httpx.Timeout(timeout, connect=_CONNECT_SECONDS),
+            timeout=_within(timeout),
             # A connection for each request: between two hosts one that was closed while idle may not be known as such,
             # and a request on it, unlike a connection that cannot be made, may not be sent again.
             limits=httpx.Limits(max_keepalive_connections=0),
@@ -94,18 +94,22 @@ class SGLangEngine:
              "group_name": name, "backend": backend},
         )  # fmt: skip
 
-    def destroy_weights_group(self, name: str) -> None:
-        self._post("/destroy_weights_update_group", {"group_name": name})
+    def destroy_weights_group(self, name: str, seconds: float) -> None:
+        """Leave a group, within `seconds`."""
+        self._post("/destroy_weights_update_group", {"group_name": name}, timeout=_within(seconds))
 
     def begin_update(self) -> None:
         self._post("/begin_weight_update", {})
 
-    def receive_bucket(self, names: list[str], dtypes: list[str], shapes: list[list[int]], group: str) -> None:
+    def receive_bucket(
+        self, names: list[str], dtypes: list[str], shapes: list[list[int]], group: str, seconds: float
+    ) -> None:
         """Receive one flattened bucket of the group's next broadcast and load it; blocks until it is loaded."""
         self._post(
             "/update_weights_from_distributed",
             {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group, "flush_cache": False,
              "load_format": "flattened_bucket"},
+            timeout=_within(seconds),
         )  # fmt: skip
 
     def end_update(self) -> None:
@@ -201,6 +205,10 @@ class AsyncHTTP:
 
     async def close(self) -> None:
         await self._http.aclose()
+
+
+def _within(seconds: float) -> httpx.Timeout:
+    return httpx.Timeout(seconds, connect=min(seconds, _CONNECT_SECONDS))
 
 
 def _no_answer(url: str, error: httpx.TransportError) -> EngineError:

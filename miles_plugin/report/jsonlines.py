@@ -10,10 +10,12 @@ Keys are never renamed or removed, others may be added. By event:
     arm_started    arm ("real", "shuffled"), initial_accuracy, num_rollout, steps_done (not 0 after a resume)
     phase_started  arm and rollout_id (null before the first arm), phase ("generate", "train", "update", "evaluate" or
                    "save")
+    progress       phase ("update"), done_bytes, total_bytes: now and then, while it takes more than a second
     step_finished  arm, num_rollout, rollout_id, reward, held_out_accuracy (null: not measured), loss, clip_fraction,
                    grad_norm, samples, tokens, tokens_per_second (generated), trained_tokens_per_second,
                    seconds and nbytes (by phase), sample_versions (strings), served_version (null: no update),
-                   version_lag, eta_seconds (until the run is done)
+                   version_lag, updates (of weights: version, nbytes, density, seconds by phase, engines, left,
+                   proven), eta_seconds (until the run is done)
     run_finished   status ("finished", or "stopped: ..."), seconds_total (with the runs it goes on from), summary (by
                    arm: initial_accuracy, final_accuracy, rise, steps, digests_equal), files (of the report, those that
                    exist)
@@ -21,6 +23,7 @@ Keys are never renamed or removed, others may be added. By event:
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -81,6 +84,9 @@ class JsonLines(Observer):
             rollout_id = arm.steps[-1].rollout_id if phase == "save" else _next_rollout(arm)
         self._write("phase_started", arm=arm.reward if arm else None, rollout_id=rollout_id, phase=phase)
 
+    def progress(self, done: int, total: int) -> None:
+        self._write("progress", phase="update", done_bytes=done, total_bytes=total)
+
     def step_finished(self, _report: Report, arm: Arm) -> None:
         self._pace.step_finished()
         step = arm.steps[-1]
@@ -103,6 +109,7 @@ class JsonLines(Observer):
             sample_versions=step.sample_versions,
             served_version=step.served_version,
             version_lag=arm.version_lag(len(arm.steps) - 1),
+            updates=[asdict(update) for update in step.updates],
             eta_seconds=self._pace.remaining(),
         )
 

@@ -2,7 +2,7 @@
 
 Each prefix has its own step: `rollout/*` and `perf/*` count rollouts, `eval/*` too, `train/*` optimizer steps. What
 miles has no name for is ours, under the same prefixes: perf/train_tokens_per_sec, perf/store_*, rollout/samples,
-rollout/weight_version/served and /lag.
+rollout/weight_version/served and /lag, perf/update_weights_<phase>_time, rollout/engines and /engines_left.
 """
 
 from pathlib import Path
@@ -52,6 +52,12 @@ def step_metrics(arm: Arm, index: int, config: dict[str, Any]) -> dict[str, floa
         f"eval/{held_out_name(config)}": step.held_out_accuracy,
     }
     metrics |= {_SECONDS.get(phase, f"perf/{phase}_time"): value for phase, value in step.seconds.items()}
+    if step.updates:
+        update = step.updates[-1]
+        metrics |= {f"perf/update_weights_{phase}_time": value for phase, value in update.seconds.items()}
+        metrics["perf/update_weights_density"] = update.density
+        metrics["rollout/engines"] = len(update.engines)
+        metrics["rollout/engines_left"] = len(update.left)
     metrics |= {_NBYTES.get(kind, f"perf/{kind}_bytes"): value for kind, value in step.nbytes.items()}
     return {name: value for name, value in metrics.items() if value is not None}
 

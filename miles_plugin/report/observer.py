@@ -24,6 +24,9 @@ class Observer:
     def phase_started(self, phase: str, /) -> None:
         """The job enters a phase of the current step: generate, train, update, evaluate or save."""
 
+    def progress(self, done: int, total: int, /) -> None:
+        """Of the phase `update`, now and then: bytes that were sent, and of how many."""
+
     def step_finished(self, report: Report, arm: Arm, /) -> None:
         """`arm.steps[-1]` is new."""
 

@@ -43,6 +43,9 @@ class Observers(Observer):
     def phase_started(self, phase: str) -> None:
         self._tell(lambda observer: observer.phase_started(phase))
 
+    def progress(self, done: int, total: int) -> None:
+        self._tell(lambda observer: observer.progress(done, total))
+
     def step_finished(self, report: Report, arm: Arm) -> None:
         self._files.step_finished(report, arm)
         self._tell(lambda observer: observer.step_finished(report, arm))

@@ -30,6 +30,7 @@ _REFRESH_PER_SECOND = 4
 _WIDEST = 110
 _SPARKLINE = 24
 _NARROWEST_BAR = 4
+_SENT_BAR = 20
 
 
 def live_is_possible() -> bool:
@@ -73,6 +74,10 @@ class LiveProgress(Observer):
     def phase_started(self, phase: str) -> None:
         if self._state:
             self._state.phase_started(phase)
+
+    def progress(self, done: int, total: int) -> None:
+        if self._state:
+            self._state.sent = done, total
 
     def step_finished(self, _report: Report, _arm: Arm) -> None:
         if self._state:
@@ -126,6 +131,7 @@ class _State:
 
     def phase_started(self, phase: str) -> None:
         self._phase, self._phase_began = phase, time.monotonic()
+        self.sent: tuple[int, int] | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = min(options.max_width, _WIDEST)
@@ -164,7 +170,16 @@ class _State:
         if self.over:
             return _line(self._phase)
         self._spinner.update(text=f"{self._phase}  {time.monotonic() - self._phase_began:.0f} s")
-        return self._spinner
+        if self.sent is None:
+            return self._spinner
+        done, total = self.sent
+        grid = Table.grid(padding=(0, 1))
+        grid.add_row(
+            self._spinner,
+            ProgressBar(total=max(1, total), completed=done, width=_SENT_BAR),
+            _line(f"{units.nbytes(done)} of {units.nbytes(total)}"),
+        )
+        return grid
 
 
 def _last_step(arm: Arm, width: int) -> list[tuple[str, RenderableType]]:

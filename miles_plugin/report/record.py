@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from mooncake_store.errors import ConfigError
 
-FORMAT = 2
+FORMAT = 3
 
 _CHECKED = ConfigDict(extra="forbid", strict=True)
 # A measured number: null stands for one that was not finite.
@@ -36,12 +36,33 @@ class ShardRecord:
 
 
 @dataclass(frozen=True)
+class UpdateRecord:
+    """One weight update.
+
+    nbytes: sent once, whatever the number of engines. density: share of the model's bytes that travelled. seconds: by
+    phase. engines: that confirmed it. left: that failed, and why. proven: tensors that each engine was proven to hold.
+    """
+
+    __pydantic_config__ = _CHECKED
+
+    version: int
+    nbytes: int
+    density: Number
+    seconds: dict[str, Number]
+    engines: list[str]
+    left: list[str]
+    proven: int
+
+
+@dataclass(frozen=True)
 class Step:
     """One rollout, the training on it and the weight update after it.
 
     reward: mean verifier score of the samples. held_out_accuracy: after the update, None where not measured.
     tokens: generated. seconds, nbytes: of generate, put, get, train, update, as far as each has them.
     versions: that made the samples, and that was served after the update (None: there was no update).
+    updates: of weights, in order: the one after the training comes last; one before the rollout brought engines that
+    had left the rotation back.
     prompts_digest: xxh3-128 of the rollout's prompts in order; equal for equal items, whatever was sampled.
     """
 
@@ -61,13 +82,14 @@ class Step:
     sample_versions: list[str]
     served_version: int | None
     shards: list[ShardRecord]
+    updates: list[UpdateRecord] = field(default_factory=list)
 
 
 @dataclass
 class Arm:
     """One training from the checkpoint: with the real reward, or with the shuffled control.
 
-    initial_accuracy: of the checkpoint on the held-out items.
+    initial_accuracy: of the checkpoint on the held-out items. first_update: before any training.
     """
 
     __pydantic_config__ = _CHECKED
@@ -75,6 +97,7 @@ class Arm:
     reward: str
     initial_accuracy: Number
     steps: list[Step] = field(default_factory=list)
+    first_update: UpdateRecord | None = None
 
     def final_accuracy(self) -> float:
         """Mean of the last three measurements, which moves less with one lucky step than the last alone."""

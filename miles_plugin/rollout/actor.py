@@ -3,12 +3,9 @@
 from pathlib import Path
 
 from miles_plugin.arguments import TrainConfig
-from miles_plugin.engines.launch import RunningEngine
+from miles_plugin.engines.fleet import Fleet
 from miles_plugin.logs import redirect_output
 from miles_plugin.rollout.manager import RolloutManager
-
-# Acknowledgements arrive in this concurrency group: they make room for a put that may be waiting for it.
-ACKNOWLEDGE = "acknowledge"
 
 
 class RolloutManagerActor(RolloutManager):
@@ -16,7 +13,7 @@ class RolloutManagerActor(RolloutManager):
 
     def __init__(self, log: Path) -> None:
         redirect_output(log)
-        self._engines: list[RunningEngine] = []  # looked at, and stopped, also when the second step failed
+        self._fleet = Fleet()  # looked at, and stopped, also when the second step failed
 
     def gpus(self) -> list[int]:
         """CUDA device ids that Ray has given this process."""

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from miles_plugin.arguments import TrainConfig
+from miles_plugin.engines.fleet import Fleet, Left
 from miles_plugin.engines.routed_experts import decode, read_routing
-from miles_plugin.engines.sglang import AsyncHTTP, EngineError, SGLangEngine
+from miles_plugin.engines.sglang import AsyncHTTP, EngineError
 from miles_plugin.rollout.accept import accept
 from miles_plugin.rollout.custom import CONCURRENCY_PER_ENGINE, Call, arguments, current_call, for_engine
 from miles_plugin.rollout.functions import call_function, load_function
@@ -31,13 +32,11 @@ class Sampler:
         config: the job's settings.
         source: the items' source, for its verifier.
         checkpoint: Hugging Face directory of the policy, for its tokenizer.
-        engines: where to generate.
+        fleet: the engines; those in rotation generate.
     """
 
-    def __init__(
-        self, config: TrainConfig, source: PromptSource, checkpoint: Path, engines: Sequence[SGLangEngine]
-    ) -> None:
-        self._config, self._engines = config, engines
+    def __init__(self, config: TrainConfig, source: PromptSource, checkpoint: Path, fleet: Fleet) -> None:
+        self._config, self._fleet = config, fleet
         self._tokenizer = load_tokenizer(checkpoint)
         self._context = context_length(checkpoint)
         self._routing = read_routing(checkpoint) if config.return_routed_experts else None
@@ -45,7 +44,7 @@ class Sampler:
         self._reward = load_reward(config, source)
         path = config.custom_generate_function_path
         self._custom = None if path is None else CustomGenerate(path)
-        self._concurrency = CONCURRENCY_PER_ENGINE * len(engines)
+        self._concurrency = CONCURRENCY_PER_ENGINE * len(fleet.addresses())
         # One loop for every rollout: what custom functions keep between calls is bound to it.
         self._runner = asyncio.Runner()
         self._http = AsyncHTTP(self._concurrency)
@@ -60,7 +59,7 @@ class Sampler:
 
         Raises:
             ConfigError: a prompt that leaves no room for a response; names the item.
-            EngineError: an engine failed, or every sample was aborted each time.
+            EngineError: no engine is left, or every sample was aborted each time.
             CustomFunctionError: a function of the user's failed or returned what it must not.
         """
         prompts = [to_text(item, self._tokenizer, self._config) for item in items]
@@ -107,17 +106,26 @@ class Sampler:
         self._runner.close()
 
     def _generate(self, samples: Sequence[Sample], params: dict[str, Any]) -> None:
-        """Fill in the responses, in one request per engine."""
+        """Fill in the responses, in one request per engine. What an engine that fails was asked for, others are."""
         prompts = [self._encode(sample) for sample in samples]
-        chunks = _split_evenly(prompts, len(self._engines))
-        with ThreadPoolExecutor(len(self._engines)) as pool:
-            jobs = [
-                pool.submit(engine.generate, chunk, params, self._routing is not None)
-                for engine, chunk in zip(self._engines, chunks, strict=True)
-                if chunk
-            ]
-            answers = [answer for job in jobs for answer in job.result()]
-        for sample, prompt, answer in zip(samples, prompts, answers, strict=True):
+        answers: dict[int, dict[str, Any]] = {}
+        while missing := [position for position in range(len(prompts)) if position not in answers]:
+            engines = self._fleet.serving()
+            chunks = _split_evenly(missing, len(engines))
+            with ThreadPoolExecutor(len(engines)) as pool:
+                jobs = [
+                    pool.submit(engine.generate, [prompts[at] for at in chunk], params, self._routing is not None)
+                    for engine, chunk in zip(engines, chunks, strict=True)
+                ]
+            for engine, chunk, job in zip(engines, chunks, jobs, strict=True):
+                try:
+                    answers.update(zip(chunk, job.result(), strict=True))
+                except EngineError as error:
+                    if error.status is not None and error.status < 500:
+                        raise  # of the request, whoever is asked
+                    self._fleet.leave(Left(engine.url, "generate", str(error)))
+        for position, (sample, prompt) in enumerate(zip(samples, prompts, strict=True)):
+            answer = answers[position]
             meta = answer["meta_info"]
             sample.tokens = prompt + list(answer["output_ids"])
             sample.response_length = len(answer["output_ids"])
@@ -145,7 +153,8 @@ class Sampler:
 
     async def _finish(self, sample: Sample, item: Item, params: dict[str, Any], evaluation: bool) -> Sample:
         """Generate with the custom function, if there is one, and score."""
-        engine = self._engines[sample.group_index % len(self._engines)]  # a group shares its prompt's cache
+        engines = self._fleet.serving()
+        engine = engines[sample.group_index % len(engines)]  # a group shares its prompt's cache
         args = for_engine(self._settings, engine.url)
         call = Call(self._http)
         current_call.set(call)

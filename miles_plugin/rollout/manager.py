@@ -16,7 +16,8 @@ from typing import Any
 
 from miles_plugin.arguments import TrainConfig
 from miles_plugin.checkpoint import VERSIONS_LOG
-from miles_plugin.engines.launch import EngineSpec, RunningEngine, start_engines
+from miles_plugin.engines.fleet import EngineAddress, Fleet, Left
+from miles_plugin.engines.launch import EngineSpec, start_engines
 from miles_plugin.object_store import open_rollout_store
 from miles_plugin.rollout.advantage import assign_group_advantages, shuffle_rewards
 from miles_plugin.rollout.batch import Shard, deal_groups, to_columns
@@ -31,6 +32,17 @@ from mooncake_store.ledger import Ledger
 # Seconds that the trainers get, at the end of a job, to acknowledge what they have read.
 SETTLE_SECONDS = 10.0
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RollCall:
+    """Engines outside the rotation.
+
+    waiting: URLs of those that answer, and wait for an update. outside: each, and why.
+    """
+
+    waiting: list[str]
+    outside: list[str]
 
 
 @dataclass(frozen=True)
@@ -70,14 +82,15 @@ class RolloutManager:
         self._versions = VersionAuthority((config.save or run_dir) / VERSIONS_LOG)
         self._prompts = open_prompts(config)
         self._sampler: Sampler | None = None
-        self._engines: list[RunningEngine] = []
+        self._fleet = Fleet()
+        self._progress = (0, 0)
         self._ledger = Ledger(self._store)
         self.begin(shuffled=False)
 
     def start_engines(self, checkpoint: Path, host: str, gpus: Sequence[int]) -> None:
         """Serve `checkpoint` on `host`; raises EngineError when a server does not come up."""
         size = self._config.rollout_num_gpus_per_engine
-        self._engines = start_engines(
+        started = start_engines(
             [
                 EngineSpec(
                     checkpoint,
@@ -90,12 +103,29 @@ class RolloutManager:
                 for index in range(self._config.rollout_num_gpus // size)
             ]
         )
-        engines = [server.engine for server in self._engines]
-        self._sampler = Sampler(self._config, self._prompts, checkpoint, engines)
+        self._fleet = Fleet(started)
+        self._sampler = Sampler(self._config, self._prompts, checkpoint, self._fleet)
 
-    def engines(self) -> list[tuple[str, int]]:
-        """Address and tensor-parallel size of every engine in rotation."""
-        return [(server.engine.url, server.ranks) for server in self._engines]
+    def engines(self) -> list[EngineAddress]:
+        """All engines: each is offered every weight update."""
+        return self._fleet.addresses()
+
+    def roll_call(self) -> RollCall:
+        """Look, before a rollout, whether the engines in rotation still serve what they confirmed."""
+        waiting = self._fleet.roll_call()
+        return RollCall(waiting, list(map(str, self._fleet.outside())))
+
+    def engines_updated(self, version: int, confirmed: Sequence[str], left: Sequence[Left]) -> None:
+        """A weight update is complete: in rotation are the engines that confirmed it."""
+        self._fleet.updated(version, confirmed, left)
+
+    def note_progress(self, nbytes: int, total: int) -> None:
+        """A weight update under way has taken `nbytes` of `total`; safe to call beside any other method."""
+        self._progress = nbytes, total
+
+    def progress(self) -> tuple[int, int]:
+        """What `note_progress` was told last; safe to call beside any other method."""
+        return self._progress
 
     def begin(self, shuffled: bool, state: Mapping[str, Any] | None = None) -> None:
         """Start from the first item again, or where `state` was taken; with `shuffled`, permute rewards.
@@ -195,8 +225,7 @@ class RolloutManager:
 
     def check_engines(self, patience: float = 0.0) -> None:
         """Raise EngineError, with its log's last lines, for an engine that has ended or ends within `patience` s."""
-        for server in self._engines:
-            server.check(patience)
+        self._fleet.check(patience)
 
     def longest_call(self) -> tuple[str, float] | None:
         """The call of a function of the user's that has been running for longest, and its seconds; safe to call beside
@@ -205,9 +234,7 @@ class RolloutManager:
 
     def stop_engines(self) -> None:
         """End every engine; a request in flight fails. Idempotent, and safe to call beside any other method."""
-        engines, self._engines = self._engines, []
-        for server in engines:
-            server.stop()
+        self._fleet.stop()
 
     def close(self) -> None:
         """Stop the engines and leave the store; idempotent."""

@@ -9,16 +9,15 @@ import torch
 import torch.distributed as dist
 
 from miles_plugin.arguments import TrainConfig
-from miles_plugin.engines.sglang import SGLangEngine
 from miles_plugin.logs import redirect_output
 from miles_plugin.object_store import open_rollout_store
-from miles_plugin.rollout.actor import ACKNOWLEDGE
 from miles_plugin.rollout.batch import Shard
+from miles_plugin.rollout.lanes import ACKNOWLEDGE
 from miles_plugin.training.policy import WEIGHT_DTYPE
 from miles_plugin.training.trainer import Trainer
-from miles_plugin.weight_transfer.broadcast import Broadcaster, EngineRanks
-from miles_plugin.weight_transfer.sources import buckets, full_parameters
-from miles_plugin.weight_transfer.transfer import update_weights
+from miles_plugin.training.weights import open_updater
+from miles_plugin.weight_transfer.sources import full_parameters
+from miles_plugin.weight_transfer.transfer import Updater, WeightUpdate
 from mooncake_store import ObjectStore, batch_digest
 from mooncake_store.config import rdma_devices
 from mooncake_store.process import free_ports
@@ -42,7 +41,7 @@ class TrainerActor:
         self._device_type = "cuda" if torch.cuda.is_available() else "cpu"
         self._opened: ObjectStore | None = None
         self._loaded: Trainer | None = None
-        self._broadcaster: Broadcaster | None = None
+        self._updater: Updater | None = None
 
     def open_store(self, master: str | None) -> list[str]:
         """Join the store; returns the node's RDMA devices. Local rank 0 starts a segment holder where none serves.
@@ -100,31 +99,16 @@ class TrainerActor:
             "seconds": {"get": got - started, "train": trained - verified},
         }
 
-    def connect_engines(self, engines: list[tuple[str, int]]) -> None:
-        """On rank 0, form the process group that weights travel over."""
-        if self._rank != 0:
-            return
-        members = [EngineRanks(SGLangEngine(url), ranks) for url, ranks in engines]
-        backend = "nccl" if self._device_type == "cuda" else "gloo"
-        self._broadcaster = Broadcaster(members, self._host, f"weights-{self._run_id}", backend)
-
-    def update_weights(self, manager: Any) -> dict[str, Any] | None:
+    def update_weights(self, manager: Any) -> WeightUpdate | None:
         """Bring the engines to this policy under a new version; collective. Rank 0 returns what it did."""
         import ray
 
-        tensors = full_parameters(self._trainer.model, WEIGHT_DTYPE)
-        if self._broadcaster is None:
-            for _ in tensors:  # the other ranks take part in each gather
-                pass
-            return None
-        update = update_weights(
-            self._broadcaster,
-            buckets(tensors, self._config.update_weight_buffer_size),
-            version=ray.get(manager.allocate_version.remote()),
-            pause_mode=self._config.pause_generation_mode,
-            announce=lambda version: ray.get(manager.announce_version.remote(version)),
-        )
-        return {"version": update.version, "nbytes": update.nbytes, "seconds": update.seconds}
+        model = self._trainer.model
+        if self._updater is None:
+            total = sum(parameter.numel() for parameter in model.parameters()) * WEIGHT_DTYPE.itemsize
+            self._updater = open_updater(self._config, self._run_id, self._host, self._device_type, manager, total)
+        engines = ray.get(manager.engines.remote()) if self._rank == 0 else ()
+        return self._updater.update(lambda: full_parameters(model, WEIGHT_DTYPE), engines)
 
     def _acknowledge(self, key: str, manager: Any) -> None:
         manager.acknowledge.options(concurrency_group=ACKNOWLEDGE).remote(key, self._rank)
@@ -142,9 +126,9 @@ class TrainerActor:
         return self._loaded
 
     def close(self) -> None:
-        """Leave the engines' group, the store and the trainers' group."""
-        if self._broadcaster is not None:
-            self._broadcaster.close()
+        """Leave the engines, the store and the trainers' group."""
+        if self._updater is not None:
+            self._updater.close()
         if self._opened is not None:
             self._opened.close()
         if dist.is_initialized():

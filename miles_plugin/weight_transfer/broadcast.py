@@ -1,108 +1,110 @@
-"""Broadcast: trainer rank 0 and all engine ranks form a process group (gloo or NCCL), weights go out in buckets."""
+"""Broadcast: trainer rank 0 and all engine ranks form a process group (gloo or NCCL), weights go out in buckets.
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from datetime import timedelta
+While a bucket is on its way the next one is gathered. An engine that fails while weights are sent breaks the group for
+all: whoever is left forms another and is sent everything again.
+"""
 
-import torch
-from torch.distributed.distributed_c10d import (
-    Backend,
-    GroupName,
-    PrefixStore,
-    ProcessGroup,
-    _new_process_group_helper,
-)
-from torch.distributed.rendezvous import rendezvous
+from __future__ import annotations
 
-from miles_plugin.engines.sglang import EngineError, SGLangEngine
-from miles_plugin.weight_transfer.sources import NamedTensor
-from mooncake_store.process import free_ports
+import itertools
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
-GROUP_TIMEOUT = timedelta(seconds=60)
-
-
-@dataclass(frozen=True)
-class EngineRanks:
-    """An engine and how many ranks of the group it brings (its tensor-parallel size)."""
-
-    engine: SGLangEngine
-    ranks: int
+from miles_plugin.engines.fleet import EngineAddress
+from miles_plugin.engines.sglang import EngineError
+from miles_plugin.weight_transfer.group import Broken, EngineGroup
+from miles_plugin.weight_transfer.sources import NamedTensor, buckets
+from miles_plugin.weight_transfer.transfer import Bounds, Sent
 
 
 class Broadcaster:
-    """The sending side, on trainer rank 0. Engines join when it is made; `close()` dissolves the group.
+    """The sending side, on trainer rank 0.
 
     Args:
-        engines: every engine in rotation.
         address: of this process, reachable from the engines.
-        group: name of the process group, unique among those of the engines.
+        name: what names of process groups begin with.
         backend: "gloo" or "nccl".
-
-    Raises:
-        EngineError: an engine refused to join, or did not within `GROUP_TIMEOUT`.
+        bucket_bytes: of one bucket; a larger tensor is one by itself.
     """
 
-    def __init__(self, engines: Sequence[EngineRanks], address: str, group: str, backend: str) -> None:
-        self._engines, self._group_name = engines, group
-        self._pool = ThreadPoolExecutor(len(engines), thread_name_prefix="broadcast")
-        world_size = 1 + sum(member.ranks for member in engines)
-        (port,) = free_ports(1, address)
-        offsets = [1 + sum(member.ranks for member in engines[:index]) for index in range(len(engines))]
-        joining = [
-            self._pool.submit(member.engine.init_weights_group, address, port, offset, world_size, group, backend)
-            for member, offset in zip(engines, offsets, strict=True)
-        ]
-        try:
-            self._group = _join_as_root(address, port, world_size, group, backend)
-        except Exception as error:
-            reasons = [str(job.exception(timeout=0)) for job in joining if job.done() and job.exception()]
-            raise EngineError(f"weight group {group} of {world_size} ranks did not form: {reasons or error}") from error
-        for job in joining:
-            job.result()
+    def __init__(self, address: str, name: str, backend: str, bucket_bytes: int, bounds: Bounds = Bounds()) -> None:  # noqa: B008  (frozen)
+        self._address, self._name, self._backend = address, f"{name}-{secrets.token_hex(4)}", backend
+        self._bucket_bytes, self._bounds = bucket_bytes, bounds
+        self._numbers = itertools.count()
+        self._group: EngineGroup | None = None
 
-    def on_engines(self, action: Callable[[SGLangEngine], None]) -> None:
-        """Do one thing on every engine at once and wait; raises the first failure."""
-        for job in [self._pool.submit(action, member.engine) for member in self._engines]:
-            job.result()
+    def connect(self, engines: Sequence[EngineAddress]) -> Mapping[str, str]:
+        """Form the process group, unless it is there, with just these engines in the same lives."""
+        if self._group is not None and self._group.engines == tuple(engines):
+            return {}
+        self.close()
+        failed: dict[str, str] = {}
+        for is_last in (False, True):
+            rest = [engine for engine in engines if engine.url not in failed]
+            try:
+                self._group = self._form(rest)
+                break
+            except EngineError as error:
+                if is_last or len(rest) == 1:
+                    return failed | {engine.url: str(error) for engine in rest}
+                failed = self._alone(rest)
+            if len(failed) == len(rest):
+                break
+        return failed
 
-    def send(self, bucket: Sequence[NamedTensor]) -> int:
-        """Send one bucket and wait until every engine has loaded it. Returns its bytes."""
-        names = [name for name, _ in bucket]
-        dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket]
-        shapes = [list(tensor.shape) for _, tensor in bucket]
-        flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in bucket])
-        loading = [
-            self._pool.submit(member.engine.receive_bucket, names, dtypes, shapes, self._group_name)
-            for member in self._engines
-        ]
-        self._group.broadcast(flat, 0).wait(GROUP_TIMEOUT)
-        for job in loading:
-            job.result()
-        return flat.nbytes
+    def send(self, tensors: Iterable[NamedTensor]) -> Sent:
+        """Broadcast all weights. After a failure the rest is taken, since other ranks gather it too, but not sent."""
+        group = self._group
+        assert group is not None, "connect() comes first"
+        nbytes, failed, broken = 0, dict[str, str](), ""
+        with ThreadPoolExecutor(1, thread_name_prefix="broadcast") as sender:
+            sending: Future[Mapping[str, str]] | None = None
+            # One more than there are: what comes last has to be waited for, too.
+            for bucket in itertools.chain(buckets(tensors, self._bucket_bytes), [[]]):
+                if sending is not None:
+                    try:
+                        failed.update(sending.result())
+                    except Broken as error:
+                        broken = str(error)
+                if failed or broken or not bucket:
+                    sending = None
+                else:
+                    nbytes += sum(tensor.nbytes for _, tensor in bucket)
+                    sending = sender.submit(group.send, bucket)
+        if failed or broken:
+            self.close()
+        return Sent(nbytes, failed, broken or ("an engine left the process group" if failed else ""))
 
     def close(self) -> None:
-        """Dissolve the group on the engines that still answer, and close their clients."""
-        for member in self._engines:
+        """Dissolve the group, on the engines that still answer too; idempotent."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.leave()
+
+    def _alone(self, engines: Sequence[EngineAddress]) -> dict[str, str]:
+        """Why which engines do not join; in a group of many only the first to refuse may show."""
+        failed = {}
+        for engine in engines:
             try:
-                member.engine.destroy_weights_group(self._group_name)
-            except EngineError:
-                continue
-            finally:
-                member.engine.close()
-        self._pool.shutdown()
+                self._form([engine]).leave()
+            except EngineError as error:
+                failed[engine.url] = str(error)
+        return failed
+
+    def _form(self, engines: Sequence[EngineAddress]) -> EngineGroup:
+        return EngineGroup(engines, self._address, f"{self._name}-{next(self._numbers)}", self._backend, self._bounds)
 
 
-def _join_as_root(address: str, port: int, world_size: int, name: str, backend: str) -> ProcessGroup:
-    """Rank 0 of a group beside the default one.
+class Bystander:
+    """The other trainer ranks in a broadcast: they take part in each gather, and send nothing."""
 
-    SGLang builds its side with the same private helper of torch (both run the same torch version), which prefixes
-    the store's keys; a public constructor of the group would not meet it.
-    """
-    store, _, _ = next(rendezvous(f"tcp://{address}:{port}", 0, world_size, timeout=GROUP_TIMEOUT))
-    store.set_timeout(GROUP_TIMEOUT)
-    group: ProcessGroup
-    group, _ = _new_process_group_helper(
-        world_size, 0, [], Backend(backend), PrefixStore(name, store), group_name=GroupName(name), timeout=GROUP_TIMEOUT
-    )
-    return group
+    def connect(self, engines: Sequence[EngineAddress]) -> Mapping[str, str]:  # noqa: ARG002
+        return {}
+
+    def send(self, tensors: Iterable[NamedTensor]) -> Sent:
+        for _ in tensors:
+            pass
+        return Sent(0)
+
+    def close(self) -> None: ...

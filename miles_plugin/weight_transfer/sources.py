@@ -1,31 +1,45 @@
-"""Where new weights come from: (Hugging Face name, tensor) pairs, gathered and handed on bucket by bucket."""
+"""Where new weights come from: (Hugging Face name, tensor) pairs, gathered and handed on bucket by bucket.
 
-from collections.abc import Iterable, Iterator
+Any iterable of such pairs is a source, as long as every trainer rank iterates it in the same order: `full_parameters`
+of a model under FSDP2, `named_weights` of a state dict or of whatever another trainer yields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
-from torch.distributed.tensor import DTensor
+import torch.distributed as dist
+import xxhash
+from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 NamedTensor = tuple[str, torch.Tensor]
+# All weights, anew each time that it is called: an update may have to send them again.
+Source = Callable[[], Iterable[NamedTensor]]
+
+
+class WeightsDiffer(RuntimeError):
+    """Copies of one weight that must be identical are not; the message names it."""
 
 
 def full_parameters(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[NamedTensor]:
     """Every weight whole and in `dtype`, under the names and shapes of a checkpoint; collective under FSDP2.
 
-    One parameter is gathered at a time. In memory transformers may hold several weights of a checkpoint as one
-    parameter: all experts of a layer are `mlp.experts.gate_up_proj` [experts, 2 x width, hidden]. Engines load
-    `mlp.experts.0.gate_proj.weight`, ..., and skip names that they do not know without a word. A tied parameter comes
-    once, under the first of its names.
+    One parameter is gathered at a time, and cast when it is whole. In memory transformers may hold several weights of a
+    checkpoint as one parameter: all experts of a layer are `mlp.experts.gate_up_proj` [experts, 2 x width, hidden].
+    Engines load `mlp.experts.0.gate_proj.weight`, ..., and skip names that they do not know without a word. A tied
+    parameter comes once, under the first of its names.
 
     Raises:
         NotImplementedError: several parameters make up one weight of the checkpoint.
+        WeightsDiffer: ranks that hold copies of a parameter hold different ones.
     """
     given: set[str] = set()
     for name, parameter in model.named_parameters():
-        tensor = parameter.detach()
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        weights: dict[str, torch.Tensor] = revert_weight_conversion(model, {name: whole.to(dtype)})
+        check_replicas(name, parameter.detach())
+        weights: dict[str, torch.Tensor] = revert_weight_conversion(model, {name: _whole(parameter).to(dtype)})
         if twice := given.intersection(weights):
             raise NotImplementedError(
                 f"{type(model).__name__}: parameter {name} is only a part of checkpoint weight {min(twice)}; sending "
@@ -33,6 +47,71 @@ def full_parameters(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[Name
             )
         given.update(weights)
         yield from weights.items()
+
+
+def named_weights(
+    weights: Mapping[str, torch.Tensor] | Iterable[NamedTensor],
+    dtype: torch.dtype,
+    tied: Mapping[str, str] | None = None,
+) -> Iterator[NamedTensor]:
+    """The weights of a state dict, or of any trainer that yields them under Hugging Face names, in `dtype`, each once.
+
+    A tensor that is sharded (a DTensor) is gathered, on all ranks at once. A name that comes twice, and one that is
+    tied to another, is checked to be the same and left out.
+
+    Args:
+        tied: name of a tied weight -> the weight that it is a copy of, which comes before it; see `tied_weights`.
+
+    Raises:
+        WeightsDiffer: copies of a weight differ.
+    """
+    tied = tied or {}
+    seen: dict[str, str] = {}
+    for name, tensor in weights.items() if isinstance(weights, Mapping) else weights:
+        original = tied.get(name, name)
+        check_replicas(name, tensor.detach())
+        whole = _whole(tensor).to(dtype)
+        digest = digest_of(whole) if original in seen or original in tied.values() else ""
+        if original not in seen:
+            seen[original] = digest
+            yield original, whole
+        elif (seen[original] or digest) != digest:
+            raise WeightsDiffer(
+                f"weight {name} must equal {original}, which was sent before it: digests {digest}, {seen[original]}; "
+                "the trainer updated one of two copies"
+            )
+
+
+def tied_weights(model: PreTrainedModel) -> dict[str, str]:
+    """Which names of a model's checkpoint are copies, and of which: {"lm_head.weight": "model.embed_tokens.weight"}."""
+    tied: dict[str, str] = dict(model.all_tied_weights_keys) if model.config.tie_word_embeddings else {}
+    return tied
+
+
+def check_replicas(name: str, tensor: torch.Tensor) -> None:
+    """Raise WeightsDiffer unless all ranks that hold a copy of `tensor` hold the same; collective among those.
+
+    Copies are what a DTensor replicates along a dimension of its mesh, and any other tensor on all ranks.
+    """
+    if isinstance(tensor, DTensor):
+        replicated = [dim for dim, placed in enumerate(tensor.placements) if isinstance(placed, Replicate)]
+        groups = [tensor.device_mesh.get_group(dim) for dim in replicated]
+        local = tensor.to_local()
+    else:
+        world = dist.group.WORLD
+        groups, local = [world] if world is not None else [], tensor
+    for group in groups:
+        if dist.get_world_size(group) == 1:
+            continue
+        first = local.clone()
+        dist.broadcast(first, dist.get_global_rank(group, 0), group=group)
+        equal = torch.tensor(int(_same_bits(first, local)), device=local.device)
+        dist.all_reduce(equal, dist.ReduceOp.MIN, group=group)
+        if not equal.item():
+            raise WeightsDiffer(
+                f"weight {name} [{', '.join(map(str, tensor.shape))}] is replicated, but trainer ranks hold different "
+                "copies; engines would get that of one rank: find why it was not updated alike"
+            )
 
 
 def buckets(tensors: Iterable[NamedTensor], max_bytes: int) -> Iterator[list[NamedTensor]]:
@@ -47,3 +126,21 @@ def buckets(tensors: Iterable[NamedTensor], max_bytes: int) -> Iterator[list[Nam
         filled += tensor.nbytes
     if bucket:
         yield bucket
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """xxh3-128 of a tensor's bytes, in hex."""
+    return str(xxhash.xxh3_128_hexdigest(_bits(tensor).cpu().numpy().data))
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(_bits(one), _bits(other))  # NaN equals itself
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

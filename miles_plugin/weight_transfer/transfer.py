@@ -1,58 +1,292 @@
-"""One weight update, step by step:
+"""One weight update, whatever carries the bytes:
 
-allocate -> pause -> flush (unless in_place) -> begin -> buckets -> end -> stamp -> announce -> resume
+    allocate -> prepare (engines serve) -> pause -> flush (unless in_place) -> begin -> transfer -> end -> verify
+    -> stamp -> announce -> resume -> commit
 
-The manager knows a version before the first engine resumes with it, so no sample can carry a version that the manager
-has not heard of. If a step fails the engines stay paused: they hold a mixture of two policies.
+Every engine must confirm every step. One that fails leaves the rotation, and the update goes on with the others: it
+may hold a mixture of two policies, so it is not resumed and gets no request before it has confirmed a later update,
+which sends it everything again. The manager knows a version before the first engine resumes with it, so no sample can
+carry a version that the manager has not heard of. Where no engine is left, or a trainer rank fails, the update raises:
+its engines stay paused, and its number is a hole.
 """
 
-import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from itertools import pairwise
+from __future__ import annotations
 
-from miles_plugin.weight_transfer.broadcast import Broadcaster
-from miles_plugin.weight_transfer.sources import NamedTensor
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from miles_plugin.engines.fleet import EngineAddress, Left
+from miles_plugin.engines.sglang import EngineError, SGLangEngine
+from miles_plugin.weight_transfer.ranks import Ranks, Steps
+from miles_plugin.weight_transfer.sources import NamedTensor, Source
+
+Result = TypeVar("Result")
+PHASES = ("prepare", "pause", "flush", "transfer", "verify", "activate", "resume", "converge")
+
+
+class UpdateFailed(EngineError):
+    """No engine took an update; the message says why, engine by engine."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Seconds that engines get: for one request, to join a process group, and to take one bucket."""
+
+    call: float = 60.0
+    join: float = 60.0
+    bucket: float = 300.0
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What one rank sent.
+
+    nbytes: of weights, once, whatever the number of engines. failed: why, by the engine's URL. broken: why engines that
+    did not fail must be connected anew and sent everything; empty if they have it.
+    """
+
+    nbytes: int
+    failed: Mapping[str, str] = field(default_factory=dict)
+    broken: str = ""
+
+
+class Transport(Protocol):
+    """How weights travel. There is one on every trainer rank; each method is called on all ranks at once."""
+
+    def connect(self, engines: Sequence[EngineAddress]) -> Mapping[str, str]:
+        """Make ready to send to these engines and no others, while they serve. Bounded.
+
+        Returns why it failed, by URL; those engines are left out.
+        """
+
+    def send(self, tensors: Iterable[NamedTensor]) -> Sent:
+        """Send all weights, and return when every engine that did not fail has them. Takes `tensors` to its end."""
+
+    def close(self) -> None:
+        """Let go of the engines; idempotent."""
+
+
+class Authority(Protocol):
+    """Who hands out policy versions, as trainer rank 0 calls it; see `miles_plugin.version`."""
+
+    def allocate(self) -> int: ...
+    def announce(self, version: int, /) -> None: ...
+    def commit(self, version: int, confirmed: Sequence[str], left: Sequence[Left], /) -> None: ...
+
+
+class Proof(Protocol):
+    """What engines must hold after an update."""
+
+    def add(self, name: str, tensor: object, /) -> None:
+        """One more of the weights that are sent."""
+
+    def check(self, engine: SGLangEngine, ranks: int, /) -> int:
+        """Raise EngineError unless `engine` holds all that was added; return how many tensors were compared."""
 
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """What one update did. nbytes: sent once, whatever the number of engines. seconds: by phase."""
+    """What one update did.
+
+    Attributes:
+        nbytes: of weights, sent once, whatever the number of engines.
+        density: share of the model's bytes that travelled.
+        seconds: by phase; `converge` is from the first step to the last engine's resuming.
+        confirmed: URLs of the engines that serve it.
+        left: the engines that failed.
+        proven: tensors that each engine was proven to hold; 0 unless that was asked for.
+    """
 
     version: int
     nbytes: int
+    density: float
     seconds: dict[str, float]
+    confirmed: tuple[str, ...]
+    left: tuple[Left, ...]
+    proven: int = 0
 
 
-def update_weights(
-    broadcaster: Broadcaster,
-    buckets: Iterable[list[NamedTensor]],
-    version: int,
-    pause_mode: str,
-    announce: Callable[[int], None],
-) -> WeightUpdate:
-    """Bring every engine to `version`. Runs on trainer rank 0.
+@dataclass(frozen=True)
+class Updater:
+    """Updates weights. There is one on every trainer rank, and all are called at once.
 
-    Raises:
-        EngineError: an engine failed; none has resumed.
+    Attributes:
+        transport: this rank's.
+        ranks: the trainer ranks.
+        authority: on rank 0, None on the others.
+        pause_mode: what becomes of requests in flight: abort, retract or in_place.
+        prove: makes what engines are checked against after an update; None: they are not.
+        progress: told on rank 0 how many bytes were taken from the source so far.
+        clients: of the engines, by URL; they stay between updates.
     """
-    marks = [("", time.perf_counter())]
 
-    def done(phase: str) -> None:
-        marks.append((phase, time.perf_counter()))
+    transport: Transport
+    ranks: Ranks
+    authority: Authority | None
+    pause_mode: str
+    prove: Callable[[], Proof] | None = None
+    progress: Callable[[int], None] | None = None
+    bounds: Bounds = Bounds()
+    clients: dict[str, SGLangEngine] = field(default_factory=dict)
 
-    broadcaster.on_engines(lambda engine: engine.pause(pause_mode))
-    done("pause")
-    if pause_mode != "in_place":
-        broadcaster.on_engines(lambda engine: engine.flush_cache())
-    done("flush")
-    broadcaster.on_engines(lambda engine: engine.begin_update())
-    nbytes = sum(broadcaster.send(bucket) for bucket in buckets)
-    broadcaster.on_engines(lambda engine: engine.end_update())
-    done("transfer")
-    broadcaster.on_engines(lambda engine: engine.stamp(version))
-    announce(version)
-    broadcaster.on_engines(lambda engine: engine.resume())
-    done("resume")
-    seconds = {phase: end - start for (_, start), (phase, end) in pairwise(marks)}
-    return WeightUpdate(version, nbytes, seconds)
+    def update(self, source: Source, engines: Sequence[EngineAddress] = ()) -> WeightUpdate | None:
+        """Bring engines to the weights of `source`, under a new version; collective.
+
+        Args:
+            source: gives all weights, anew each time that it is called; the same on every rank.
+            engines: as rank 0 knows them.
+
+        Returns what was done on rank 0, None on the others.
+
+        Raises:
+            UpdateFailed: no engine took it.
+            RankFailed, RuntimeError: a trainer rank failed.
+            VersionFenced: another trainer has taken over.
+        """
+        if self.authority is None:
+            self.ranks.follow({"connect": self.transport.connect, "send": lambda: self.transport.send(source())})
+            return None
+        try:
+            return _Update(self, self.authority, source, engines).run()
+        finally:
+            self.ranks.dismiss()
+
+    def client(self, url: str) -> SGLangEngine:
+        if url not in self.clients:
+            self.clients[url] = SGLangEngine(url, self.bounds.call)
+        return self.clients[url]
+
+    def close(self) -> None:
+        """Let go of the engines; idempotent."""
+        self.transport.close()
+        while self.clients:
+            self.clients.popitem()[1].close()
+
+
+class _Update:
+    """One update, on rank 0."""
+
+    def __init__(
+        self, settings: Updater, authority: Authority, source: Source, engines: Sequence[EngineAddress]
+    ) -> None:
+        self._settings, self._authority, self._source = settings, authority, source
+        self._engines = list(engines)
+        self._left: list[Left] = []
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._proof: Proof | None = None
+        self._pool = ThreadPoolExecutor(max(1, len(engines)), thread_name_prefix="update")
+        self._steps: Steps = {
+            "connect": settings.transport.connect,
+            "send": lambda: settings.transport.send(self._observed()),
+        }
+
+    def run(self) -> WeightUpdate:
+        pause_mode = self._settings.pause_mode
+        with self._pool, self._timed("converge"):
+            version = self._authority.allocate()
+            with self._timed("prepare"):
+                self._on_each("prepare", lambda engine: engine.model_info())
+                self._connect()
+            with self._timed("pause"):
+                self._on_each("pause", lambda engine: engine.pause(pause_mode))
+            with self._timed("flush"):
+                if pause_mode != "in_place":
+                    self._on_each("flush", lambda engine: engine.flush_cache())
+            with self._timed("transfer"):
+                self._on_each("begin", _begin)
+                nbytes = self._transfer()
+            with self._timed("activate"):
+                self._on_each("end", lambda engine: engine.end_update())
+            with self._timed("verify"):
+                proven = self._verify()
+            with self._timed("activate"):
+                self._on_each("stamp", lambda engine: engine.stamp(version))
+                self._authority.announce(version)
+            with self._timed("resume"):
+                self._on_each("resume", lambda engine: engine.resume())
+        confirmed = tuple(engine.url for engine in self._engines)
+        self._authority.commit(version, confirmed, self._left)
+        return WeightUpdate(version, nbytes, 1.0, self._seconds, confirmed, tuple(self._left), proven)
+
+    def _connect(self) -> None:
+        for failed in self._settings.ranks.take(self._steps, "connect", self._engines):
+            self._drop("prepare", failed)
+
+    def _transfer(self) -> int:
+        """Send until all engines that are left have everything; bytes sent."""
+        blameless = 0  # attempts that failed for no engine's sake
+        while True:
+            self._proof = self._settings.prove() if self._settings.prove is not None else None
+            sent: list[Sent] = self._settings.ranks.take(self._steps, "send")
+            engines = self._engines
+            for each in sent:
+                self._drop("transfer", each.failed)
+            broken = [each.broken for each in sent if each.broken]
+            if not broken:
+                return sum(each.nbytes for each in sent)
+            blameless += self._engines == engines
+            if blameless > 1:
+                self._drop("transfer", dict.fromkeys((each.url for each in engines), broken[0]))
+            self._connect()
+
+    def _observed(self) -> Iterator[NamedTensor]:
+        """The source, as it goes past who counts and who proves."""
+        progress, taken = self._settings.progress, 0
+        for name, tensor in self._source():
+            if self._proof is not None:
+                self._proof.add(name, tensor)
+            taken += tensor.nbytes
+            if progress is not None:
+                progress(taken)
+            yield name, tensor
+
+    def _verify(self) -> int:
+        proof = self._proof
+        if proof is None:
+            return 0
+        ranks = {address.url: address.ranks for address in self._engines}
+        counts = self._on_each("verify", lambda engine: proof.check(engine, ranks[engine.url]))
+        return min(counts)
+
+    def _on_each(self, phase: str, action: Callable[[SGLangEngine], Result]) -> list[Result]:
+        """Do one thing on every engine at once; those on which it fails leave. What it returned on the others."""
+        jobs = {each.url: self._pool.submit(action, self._settings.client(each.url)) for each in self._engines}
+        failed, results = {}, []
+        for url, job in jobs.items():
+            try:
+                results.append(job.result())
+            except EngineError as error:
+                failed[url] = str(error)
+        self._drop(phase, failed)
+        return results
+
+    def _drop(self, phase: str, failed: Mapping[str, str]) -> None:
+        gone = [each for each in self._engines if each.url in failed]
+        self._left += [Left(each.url, phase, failed[each.url]) for each in gone]
+        self._engines = [each for each in self._engines if each.url not in failed]
+        if not self._engines:
+            reasons = "; ".join(map(str, self._left)) or "the run has none"
+            raise UpdateFailed(f"no engine took the weight update: {reasons}")
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[phase] += time.perf_counter() - started
+
+
+def _begin(engine: SGLangEngine) -> None:
+    """Open an update; one that was left open by an update that failed is closed first."""
+    try:
+        engine.begin_update()
+    except EngineError as error:
+        if error.status != 400:
+            raise
+        engine.end_update()
+        engine.begin_update()

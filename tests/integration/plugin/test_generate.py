@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from miles_plugin.arguments import TrainConfig
 from miles_plugin.arguments_sources import load_config
+from miles_plugin.engines.fleet import Fleet
 from miles_plugin.engines.launch import RunningEngine
 from miles_plugin.rollout.batch import to_columns
 from miles_plugin.rollout.generate import Sampler
@@ -38,7 +39,7 @@ def task(config: TrainConfig) -> Task:
 
 @pytest.fixture
 def sampler(config: TrainConfig, task: Task, server: RunningEngine, checkpoint: Path) -> Iterator[Sampler]:
-    made = Sampler(config, task, checkpoint, [server.engine])
+    made = Sampler(config, task, checkpoint, Fleet([server]))
     yield made
     made.close()
 

@@ -11,16 +11,15 @@ import torch.multiprocessing as mp
 from transformers import AutoModelForCausalLM
 
 from miles_plugin.arguments_sources import load_config
+from miles_plugin.engines.fleet import EngineAddress
 from miles_plugin.engines.launch import EngineSpec, RunningEngine, start_engines
 from miles_plugin.engines.routed_experts import decode, read_routing
-from miles_plugin.engines.sglang import SGLangEngine
-from miles_plugin.weight_transfer.broadcast import Broadcaster, EngineRanks
-from miles_plugin.weight_transfer.sources import buckets, full_parameters
-from miles_plugin.weight_transfer.transfer import update_weights
+from miles_plugin.weight_transfer.sources import full_parameters
 from mooncake_store.process import free_ports
 from tests.integration.plugin import test_trainer
 from tests.integration.plugin.conftest import make_checkpoint
 from tests.integration.plugin.test_sglang_cpu import GREEDY, PROMPTS, ROUNDING
+from tests.weight_updates import Versions, broadcasting
 
 pytestmark = pytest.mark.integration
 EXPERTS = 8
@@ -117,18 +116,18 @@ def test_a_broadcast_update_replaces_every_expert_and_the_router(
 ) -> None:
     other = make_checkpoint(tmp_path / "other", seed=1, num_experts=EXPERTS)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    client = SGLangEngine(moe_server.engine.url)
-    broadcaster = Broadcaster([EngineRanks(client, 1)], "127.0.0.1", "test-moe", "gloo")
+    updater = broadcasting(Versions(first=1))
     try:
-        for version, source in ((1, other), (2, moe_checkpoint)):
+        for source in (other, moe_checkpoint):
             model = AutoModelForCausalLM.from_pretrained(source)
-            sent = buckets(full_parameters(model, torch.bfloat16), 64 * 1024)
-            update = update_weights(broadcaster, sent, version, "retract", lambda _version: None)
+            update = updater.update(
+                lambda model=model: full_parameters(model, torch.bfloat16), [EngineAddress(moe_server.engine.url)]
+            )
             assert update.nbytes == sum(parameter.nbytes for parameter in model.parameters())
-            responses = client.generate(PROMPTS, GREEDY, return_routed_experts=True)
+            responses = moe_server.engine.generate(PROMPTS, GREEDY, return_routed_experts=True)
             assert max(gaps(source, PROMPTS, responses)) < ROUNDING
     finally:
-        broadcaster.close()
+        updater.close()
         torch.distributed.destroy_process_group()
 
 

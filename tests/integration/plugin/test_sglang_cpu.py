@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from miles_plugin.engines.fleet import EngineAddress
 from miles_plugin.engines.launch import EngineSpec, RunningEngine, start_engines
 from miles_plugin.engines.sglang import EngineError, SGLangEngine
-from miles_plugin.weight_transfer.broadcast import Broadcaster, EngineRanks
-from miles_plugin.weight_transfer.sources import buckets, full_parameters
-from miles_plugin.weight_transfer.transfer import update_weights
+from miles_plugin.weight_transfer.sources import full_parameters
 from tests.integration.plugin.conftest import make_checkpoint
+from tests.weight_updates import Versions, broadcasting
 
 pytestmark = pytest.mark.integration
 PROMPTS = [[70 + i, 80, 90 + i, 100 + 3 * i] for i in range(8)]
@@ -51,31 +51,33 @@ def test_a_broadcast_update_serves_the_new_weights_under_the_new_version(
     server: RunningEngine, checkpoint: Path, tmp_path: Path
 ) -> None:
     other = make_checkpoint(tmp_path / "other", seed=1)
-    announced: list[int] = []
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    client = SGLangEngine(server.engine.url)
-    broadcaster = Broadcaster([EngineRanks(client, 1)], "127.0.0.1", "test-weights", "gloo")
+    versions, url = Versions(first=7), server.engine.url
+    updater = broadcasting(versions)
     try:
         for version, source in ((7, other), (8, checkpoint)):
             model = AutoModelForCausalLM.from_pretrained(source)
-            # Buckets of 64 KiB: several per update, and one tensor larger than a bucket.
-            sent = buckets(full_parameters(model, torch.bfloat16), 64 * 1024)
-            update = update_weights(broadcaster, sent, version, "retract", announced.append)
+            update = updater.update(lambda model=model: full_parameters(model, torch.bfloat16), [EngineAddress(url)])
             assert update.nbytes == sum(parameter.nbytes for parameter in model.parameters())
-            assert announced[-1] == version
-            assert client.weight_version() == str(version)
-            responses = client.generate(PROMPTS, GREEDY)
+            assert (update.version, update.confirmed, update.left) == (version, (url,), ())
+            assert versions.events[-3:] == [
+                ("allocate", version),
+                ("announce", version),
+                ("commit", version, (url,), ()),
+            ]
+            assert server.engine.weight_version() == str(version)
+            responses = server.engine.generate(PROMPTS, GREEDY)
             assert max(hugging_face_gap(source, responses)) < ROUNDING
             for response in responses:
                 assert [span["version"] for span in response["meta_info"]["weight_versions"]] == [str(version)]
     finally:
-        broadcaster.close()
+        updater.close()
         torch.distributed.destroy_process_group()
 
 
 def test_wrong_requests_are_engine_errors(server: RunningEngine) -> None:
     with pytest.raises(EngineError, match="update_weights_from_distributed"):
-        server.engine.receive_bucket(["x"], ["bfloat16"], [[1]], "no-such-group")
+        server.engine.receive_bucket(["x"], ["bfloat16"], [[1]], "no-such-group", 10)
     nobody = SGLangEngine("http://127.0.0.1:9")
     assert not nobody.ready()
     with pytest.raises(EngineError, match="no answer"):

@@ -16,7 +16,8 @@ import pytest
 pytest.importorskip("torch", reason="the extra `train` is not installed")
 
 from miles_plugin.arguments_sources import load_config
-from miles_plugin.engines.sglang import AsyncHTTP, EngineError, SGLangEngine
+from miles_plugin.engines.fleet import Fleet, Member
+from miles_plugin.engines.sglang import AsyncHTTP, EngineError
 from miles_plugin.rollout.accept import accept
 from miles_plugin.rollout.check import check_data
 from miles_plugin.rollout.functions import CustomFunctionError, load_function, longest_call
@@ -89,7 +90,8 @@ def run(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
         monkeypatch.setattr(AsyncHTTP, "post", post)
         task = Task("chain_sum", {}, held_out_size=4, seed=0)
-        sampler = Sampler(load_config(flags), task, checkpoint, cast(list[SGLangEngine], engines))
+        fleet = Fleet([cast(Member, SimpleNamespace(engine=engine, ranks=1)) for engine in engines])
+        sampler = Sampler(load_config(flags), task, checkpoint, fleet)
         samplers.append(sampler)
         return sampler.sample(list(itertools.islice(task.rollout(), items)), 10, group_size, 0.7, **more)
 

@@ -1,0 +1,138 @@
+"""The engines of a run: which of them are in rotation, and why the others are not.
+
+In rotation is an engine that confirmed the newest weight update (before the first update: every engine). Only those
+get requests. An engine outside is offered every update, and is in rotation again when it has confirmed one, so that
+one that was restarted, or comes late, has the newest weights before its first request.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from miles_plugin.engines.sglang import EngineError, SGLangEngine
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineAddress:
+    """Where an engine is, and how many ranks it has (its tensor-parallel size).
+
+    life: how often it left the rotation. What was agreed with it in an earlier life, e.g. a process group, may be gone.
+    """
+
+    url: str
+    ranks: int = 1
+    life: int = 0
+
+
+@dataclass(frozen=True)
+class Left:
+    """An engine that left the rotation. phase: of the weight update, or what else it failed in."""
+
+    url: str
+    phase: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.url} failed in {self.phase}: {self.reason}"
+
+
+class Member(Protocol):
+    """An engine that a run started, or that was there before."""
+
+    @property
+    def engine(self) -> SGLangEngine: ...
+
+    @property
+    def ranks(self) -> int: ...
+
+    def check(self, patience: float = 0.0) -> None:
+        """Raise EngineError if its process, if that is ours, has ended."""
+
+    def stop(self) -> None:
+        """Let go of it; a process of ours is ended."""
+
+
+class Fleet:
+    """The engines of a run. Safe to ask from any thread.
+
+    Args:
+        members: all engines; they serve the checkpoint that the run starts from, and are in rotation.
+    """
+
+    def __init__(self, members: Sequence[Member] = ()) -> None:
+        self._members = {member.engine.url: member for member in members}
+        self._outside: dict[str, Left] = {}
+        self._lives = dict.fromkeys(self._members, 0)
+        self._version: int | None = None
+
+    def addresses(self) -> list[EngineAddress]:
+        """All engines: those outside the rotation are offered every update."""
+        return [EngineAddress(url, member.ranks, self._lives[url]) for url, member in list(self._members.items())]
+
+    def serving(self) -> list[SGLangEngine]:
+        """The engines in rotation.
+
+        Raises:
+            EngineError: none is left.
+        """
+        outside = dict(self._outside)
+        engines = [member.engine for url, member in list(self._members.items()) if url not in outside]
+        if not engines:
+            raise EngineError("no engine is in rotation: " + "; ".join(map(str, outside.values())))
+        return engines
+
+    def outside(self) -> list[Left]:
+        """The engines outside the rotation, and why."""
+        return list(self._outside.values())
+
+    def leave(self, left: Left) -> None:
+        """Take an engine out of rotation until it has confirmed an update."""
+        if left.url in self._members:
+            self._lives[left.url] += left.url not in self._outside
+            self._outside = {**self._outside, left.url: left}
+
+    def updated(self, version: int, confirmed: Sequence[str], left: Sequence[Left]) -> None:
+        """An update is complete: in rotation is who confirmed it."""
+        self._version = version
+        for each in left:
+            self.leave(each)
+        for url in self._members.keys() - set(confirmed) - self._outside.keys():
+            self.leave(Left(url, "prepare", "was not asked to take the newest weights"))
+        self._outside = {url: why for url, why in self._outside.items() if url not in confirmed}
+
+    def roll_call(self) -> list[str]:
+        """Before requests are sent: look whether each engine still serves what it confirmed; one that does not leaves.
+
+        Returns the engines outside the rotation that answer: they wait for an update.
+        """
+        expected = None if self._version is None else str(self._version)
+        waiting = []
+        for url, member in list(self._members.items()):
+            try:
+                served = member.engine.weight_version()
+            except EngineError as error:
+                if url not in self._outside:
+                    self.leave(Left(url, "roll call", str(error)))
+                continue
+            if url in self._outside:
+                waiting.append(url)
+            elif expected is not None and served != expected:
+                self.leave(Left(url, "roll call", f"serves version {served!r}, not {expected}: it was started anew"))
+                waiting.append(url)
+        return waiting
+
+    def check(self, patience: float = 0.0) -> None:
+        """Raise EngineError for an engine of ours that has ended, with its log's last lines."""
+        for member in list(self._members.values()):
+            member.check(patience)
+
+    def stop(self) -> None:
+        """Let go of every engine; idempotent."""
+        members, self._members = self._members, {}
+        for member in members.values():
+            member.stop()

@@ -1,0 +1,145 @@
+"""A torch process group of trainer rank 0 and all ranks of some engines, beside the trainers' own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore, ProcessGroup, _new_process_group_helper
+from torch.distributed.rendezvous import rendezvous
+
+from miles_plugin.engines.fleet import EngineAddress
+from miles_plugin.engines.sglang import EngineError, SGLangEngine
+from miles_plugin.weight_transfer.sources import NamedTensor
+from miles_plugin.weight_transfer.transfer import Bounds
+from mooncake_store.bounded import bounded
+from mooncake_store.process import free_ports
+
+# Seconds for an engine to leave a group, and for this process to.
+_LEAVE_SECONDS = 10.0
+
+
+class Broken(RuntimeError):
+    """A broadcast failed, and which engine is to blame does not show."""
+
+
+class EngineGroup:
+    """The group, as its rank 0. Engines join when it is made.
+
+    Args:
+        address: of this process, reachable from the engines.
+        name: unique among the groups that these engines know.
+        backend: "gloo" or "nccl".
+
+    Raises:
+        EngineError: an engine refused to join, or did not within `bounds.join`.
+    """
+
+    def __init__(self, engines: Sequence[EngineAddress], address: str, name: str, backend: str, bounds: Bounds) -> None:
+        self.engines = tuple(engines)
+        self._name, self._bounds = name, bounds
+        # Waits a little longer than the rendezvous, whose failure says more.
+        self._clients = [SGLangEngine(engine.url, bounds.join + _LEAVE_SECONDS) for engine in engines]
+        self._pool = ThreadPoolExecutor(len(engines), thread_name_prefix="weights group")
+        self._group: ProcessGroup | None = None
+        size = 1 + sum(engine.ranks for engine in engines)
+        (port,) = free_ports(1, address)
+        offsets = [1 + sum(engine.ranks for engine in engines[:index]) for index in range(len(engines))]
+        joining = [
+            self._pool.submit(client.init_weights_group, address, port, offset, size, name, backend)
+            for client, offset in zip(self._clients, offsets, strict=True)
+        ]
+        try:
+            self._group = _join_as_root(address, port, size, name, backend, timedelta(seconds=bounds.join))
+            for job in joining:
+                job.result()
+        except Exception as error:
+            reasons = [str(job.exception(timeout=0)) for job in joining if job.done() and job.exception()]
+            self.leave()
+            raise EngineError(
+                f"process group {name} of {size} ranks did not form within {bounds.join:.0f} s: "
+                f"{'; '.join(reasons) or error}"
+            ) from error
+
+    def send(self, bucket: Sequence[NamedTensor]) -> Mapping[str, str]:
+        """Broadcast one bucket and wait until every engine has loaded it.
+
+        Returns why not, by URL, of the engines that are to blame.
+
+        Raises:
+            Broken: the broadcast failed, and which engine is to blame does not show. The group is of no more use.
+        """
+        assert self._group is not None
+        names = [name for name, _ in bucket]
+        dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket]
+        shapes = [list(tensor.shape) for _, tensor in bucket]
+        flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in bucket])
+        seconds = self._bounds.bucket
+        loading = [
+            self._pool.submit(client.receive_bucket, names, dtypes, shapes, self._name, seconds)
+            for client in self._clients
+        ]
+        broken: Exception | None = None
+        try:
+            self._group.broadcast(flat, 0).wait(timedelta(seconds=seconds))
+        except RuntimeError as error:
+            broken = error
+            self._drop()  # closes its connections, so that engines which still wait for bytes fail too
+        failed: dict[str, EngineError] = {}
+        for engine, job in zip(self.engines, loading, strict=True):
+            try:
+                job.result()
+            except EngineError as error:
+                failed[engine.url] = error
+        if broken is not None:
+            # An engine that says so lost the bytes that another, which does not answer, or this process lost.
+            failed = {url: error for url, error in failed.items() if error.status is None}
+            if not failed:
+                raise Broken(f"the broadcast of a bucket of {flat.nbytes} bytes failed: {broken}")
+        return {url: str(error) for url, error in failed.items()}
+
+    def leave(self) -> None:
+        """Dissolve the group, on the engines that still answer too; idempotent."""
+        self._drop()
+        clients, self._clients = self._clients, []
+        for client in clients:
+            self._pool.submit(_leave, client, self._name)
+        self._pool.shutdown()
+
+    def _drop(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            _bounded(lambda: dist.destroy_process_group(group))
+
+
+def _leave(client: SGLangEngine, name: str) -> None:
+    with suppress(EngineError):
+        client.destroy_weights_group(name, _LEAVE_SECONDS)
+    client.close()
+
+
+def _bounded(call: Callable[[], None]) -> None:
+    with suppress(RuntimeError, ValueError):
+        bounded(call, _LEAVE_SECONDS, "leaving a process group")
+
+
+def _join_as_root(
+    address: str, port: int, world_size: int, name: str, backend: str, timeout: timedelta
+) -> ProcessGroup:
+    """Rank 0 of a group beside the default one.
+
+    SGLang builds its side with the same private helper of torch (both run the same torch version), which prefixes
+    the store's keys; a public constructor of the group would not meet it.
+    """
+    store, _, _ = next(rendezvous(f"tcp://{address}:{port}", 0, world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    group: ProcessGroup
+    group, _ = _new_process_group_helper(
+        world_size, 0, [], Backend(backend), PrefixStore(name, store), group_name=GroupName(name), timeout=timeout
+    )
+    dist.distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
+    return group
