@@ -12,7 +12,7 @@ rank takes of one weight is contiguous in its own memory, so one narrow of the s
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from math import prod
@@ -158,15 +158,16 @@ def always(_config: Config) -> bool:
 
 @dataclass(frozen=True)
 class Rule:
-    """One weight of a checkpoint and the parameter it is the next part of.
+    """One weight of a checkpoint, and the parameter it is the next part of.
 
-    `{layer}` and `{expert}` stand for every number of one; with `{expert}` the parameter is [experts, ...], and each
-    expert has all its parts together. shape: names of `DIMENSIONS`. when: for which configs there is such a weight.
+    weight: its name, where `{layer}` and `{expert}` stand for every number of one. shape: names of `DIMENSIONS`.
+    into: SGLang's name if it is another; with experts the parameter is [experts, ...], and an expert has its parts
+    together. when: for which configs there is such a weight.
     """
 
     weight: str
-    parameter: str
     shape: tuple[str, ...]
+    into: str = ""
     when: Callable[[Config], bool] = always
 
 
@@ -193,63 +194,54 @@ UNPLACED = (
 )
 
 _LAYER = "model.layers.{layer}"
-_QKV, _O = f"{_LAYER}.self_attn.qkv_proj", f"{_LAYER}.self_attn.o_proj"
+_ATTENTION, _MLP = f"{_LAYER}.self_attn", f"{_LAYER}.mlp"
+_EXPERT = f"{_MLP}.experts.{{expert}}"
 
-_ENDS = (
-    Rule("model.embed_tokens.weight", "model.embed_tokens.weight", ("vocabulary", "hidden")),
-    Rule("model.norm.weight", "model.norm.weight", ("hidden",)),
-    Rule("lm_head.weight", "lm_head.weight", ("vocabulary", "hidden"), is_untied),
+_OUTSIDE = (
+    Rule("model.embed_tokens.weight", ("vocabulary", "hidden")),
+    Rule("model.norm.weight", ("hidden",)),
+    Rule("lm_head.weight", ("vocabulary", "hidden"), when=is_untied),
+    Rule(f"{_LAYER}.input_layernorm.weight", ("hidden",)),
+    Rule(f"{_LAYER}.post_attention_layernorm.weight", ("hidden",)),
 )
-_LAYER_NORMS = tuple(
-    Rule(f"{_LAYER}.{norm}.weight", f"{_LAYER}.{norm}.weight", ("hidden",))
-    for norm in ("input_layernorm", "post_attention_layernorm")
+_PROJECTIONS = (
+    Rule(f"{_ATTENTION}.q_proj.weight", ("query", "hidden"), f"{_ATTENTION}.qkv_proj.weight"),
+    Rule(f"{_ATTENTION}.k_proj.weight", ("key_value", "hidden"), f"{_ATTENTION}.qkv_proj.weight"),
+    Rule(f"{_ATTENTION}.v_proj.weight", ("key_value", "hidden"), f"{_ATTENTION}.qkv_proj.weight"),
+    Rule(f"{_ATTENTION}.o_proj.weight", ("hidden", "query")),
 )
-_ATTENTION = (
-    Rule(f"{_LAYER}.self_attn.q_proj.weight", f"{_QKV}.weight", ("query", "hidden")),
-    Rule(f"{_LAYER}.self_attn.k_proj.weight", f"{_QKV}.weight", ("key_value", "hidden")),
-    Rule(f"{_LAYER}.self_attn.v_proj.weight", f"{_QKV}.weight", ("key_value", "hidden")),
-    Rule(f"{_O}.weight", f"{_O}.weight", ("hidden", "query")),
+_QKV_BIAS = (
+    Rule(f"{_ATTENTION}.q_proj.bias", ("query",), f"{_ATTENTION}.qkv_proj.bias"),
+    Rule(f"{_ATTENTION}.k_proj.bias", ("key_value",), f"{_ATTENTION}.qkv_proj.bias"),
+    Rule(f"{_ATTENTION}.v_proj.bias", ("key_value",), f"{_ATTENTION}.qkv_proj.bias"),
 )
-
-
-def _qkv_bias(when: Callable[[Config], bool]) -> tuple[Rule, ...]:
-    return (
-        Rule(f"{_LAYER}.self_attn.q_proj.bias", f"{_QKV}.bias", ("query",), when),
-        Rule(f"{_LAYER}.self_attn.k_proj.bias", f"{_QKV}.bias", ("key_value",), when),
-        Rule(f"{_LAYER}.self_attn.v_proj.bias", f"{_QKV}.bias", ("key_value",), when),
-    )
-
-
-# Ranks sum up their shares of o_proj's output, to which the first one adds the bias: each holds all of it.
-_O_BIAS = (Rule(f"{_O}.bias", f"{_O}.bias", ("hidden",), has_attention_bias),)
-_HEAD_NORMS = tuple(
-    Rule(f"{_LAYER}.self_attn.{norm}.weight", f"{_LAYER}.self_attn.{norm}.weight", ("head",))
-    for norm in ("q_norm", "k_norm")
+_BIAS_IF_SAID = (
+    *(replace(rule, when=has_attention_bias) for rule in _QKV_BIAS),
+    # Ranks sum up their shares of the output, and the first one adds the bias: each holds all of it.
+    Rule(f"{_ATTENTION}.o_proj.bias", ("hidden",), when=has_attention_bias),
 )
-_MLP = (
-    Rule(f"{_LAYER}.mlp.gate_proj.weight", f"{_LAYER}.mlp.gate_up_proj.weight", ("mlp", "hidden")),
-    Rule(f"{_LAYER}.mlp.up_proj.weight", f"{_LAYER}.mlp.gate_up_proj.weight", ("mlp", "hidden")),
-    Rule(f"{_LAYER}.mlp.down_proj.weight", f"{_LAYER}.mlp.down_proj.weight", ("hidden", "mlp")),
+_HEAD_NORMS = (Rule(f"{_ATTENTION}.q_norm.weight", ("head",)), Rule(f"{_ATTENTION}.k_norm.weight", ("head",)))
+_DENSE = (
+    Rule(f"{_MLP}.gate_proj.weight", ("mlp", "hidden"), f"{_MLP}.gate_up_proj.weight"),
+    Rule(f"{_MLP}.up_proj.weight", ("mlp", "hidden"), f"{_MLP}.gate_up_proj.weight"),
+    Rule(f"{_MLP}.down_proj.weight", ("hidden", "mlp")),
 )
-_EXPERT = f"{_LAYER}.mlp.experts.{{expert}}"
 _EXPERTS = (
-    Rule(f"{_LAYER}.mlp.gate.weight", f"{_LAYER}.mlp.gate.weight", ("experts", "hidden")),
-    Rule(f"{_EXPERT}.gate_proj.weight", f"{_LAYER}.mlp.experts.w13_weight", ("expert_mlp", "hidden")),
-    Rule(f"{_EXPERT}.up_proj.weight", f"{_LAYER}.mlp.experts.w13_weight", ("expert_mlp", "hidden")),
-    Rule(f"{_EXPERT}.down_proj.weight", f"{_LAYER}.mlp.experts.w2_weight", ("hidden", "expert_mlp")),
+    Rule(f"{_MLP}.gate.weight", ("experts", "hidden")),
+    Rule(f"{_EXPERT}.gate_proj.weight", ("expert_mlp", "hidden"), f"{_MLP}.experts.w13_weight"),
+    Rule(f"{_EXPERT}.up_proj.weight", ("expert_mlp", "hidden"), f"{_MLP}.experts.w13_weight"),
+    Rule(f"{_EXPERT}.down_proj.weight", ("hidden", "expert_mlp"), f"{_MLP}.experts.w2_weight"),
 )
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "LlamaForCausalLM": Architecture(
-        (*_ENDS, *_LAYER_NORMS, *_ATTENTION, *_qkv_bias(has_attention_bias), *_O_BIAS, *_MLP),
+        (*_OUTSIDE, *_PROJECTIONS, *_BIAS_IF_SAID, *_DENSE),
         [(lambda config: config.mlp_bias, "mlp_bias=True: SGLang has no such bias and serves without it")],
     ),
-    "Qwen2ForCausalLM": Architecture((*_ENDS, *_LAYER_NORMS, *_ATTENTION, *_qkv_bias(always), *_MLP)),
-    "Qwen3ForCausalLM": Architecture(
-        (*_ENDS, *_LAYER_NORMS, *_ATTENTION, *_qkv_bias(has_attention_bias), *_O_BIAS, *_HEAD_NORMS, *_MLP)
-    ),
+    "Qwen2ForCausalLM": Architecture((*_OUTSIDE, *_PROJECTIONS, *_QKV_BIAS, *_DENSE)),
+    "Qwen3ForCausalLM": Architecture((*_OUTSIDE, *_PROJECTIONS, *_BIAS_IF_SAID, *_HEAD_NORMS, *_DENSE)),
     "Qwen3MoeForCausalLM": Architecture(
-        (*_ENDS, *_LAYER_NORMS, *_ATTENTION, *_qkv_bias(has_attention_bias), *_O_BIAS, *_HEAD_NORMS, *_EXPERTS),
+        (*_OUTSIDE, *_PROJECTIONS, *_BIAS_IF_SAID, *_HEAD_NORMS, *_EXPERTS),
         [
             (is_tied, "tie_word_embeddings=True: SGLang keeps an output layer of its own, which nothing would fill"),
             (
@@ -297,7 +289,7 @@ class Layout:
         dimensions = {name: DIMENSIONS[name](config, tp) for name in sorted(names)}
         by_parameter: dict[str, list[Rule]] = {}
         for rule in rules:
-            by_parameter.setdefault(rule.parameter, []).append(rule)
+            by_parameter.setdefault(rule.into or rule.weight, []).append(rule)
         for template, parts in by_parameter.items():
             for layer in range(config.num_hidden_layers if "{layer}" in template else 1):
                 experts = config.num_experts if "{expert}" in parts[0].weight else None
