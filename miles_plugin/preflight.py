@@ -54,11 +54,6 @@ def check(config: TrainConfig) -> Plan:
             f"rollout_num_gpus={config.rollout_num_gpus}: {needed} GPUs are needed, this machine shows {len(gpus)}; "
             "lower one, or hide the GPUs with CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
-    if not gpus and config.rollout_num_gpus_per_engine > 1:
-        raise ConfigError(
-            f"rollout_num_gpus_per_engine={config.rollout_num_gpus_per_engine}: without GPUs an engine has one rank; "
-            "set it to 1"
-        )
     per_node = config.actor_num_gpus_per_node
     trainer_nodes = [
         NodeSpec(cpus=per_node, gpus=gpus[node * per_node : (node + 1) * per_node])

@@ -20,7 +20,7 @@ NamedTensor = tuple[str, torch.Tensor]
 Source = Callable[[], Iterable[NamedTensor]]
 
 
-class WeightsDiffer(RuntimeError):
+class CopiesDiffer(RuntimeError):
     """Copies of one weight that must be identical are not; the message names it."""
 
 
@@ -34,7 +34,7 @@ def full_parameters(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[Name
 
     Raises:
         NotImplementedError: several parameters make up one weight of the checkpoint.
-        WeightsDiffer: ranks that hold copies of a parameter hold different ones.
+        CopiesDiffer: ranks that hold copies of a parameter hold different ones.
     """
     given: set[str] = set()
     for name, parameter in model.named_parameters():
@@ -63,7 +63,7 @@ def named_weights(
         tied: name of a tied weight -> the weight that it is a copy of, which comes before it; see `tied_weights`.
 
     Raises:
-        WeightsDiffer: copies of a weight differ.
+        CopiesDiffer: copies of a weight differ.
     """
     tied = tied or {}
     seen: dict[str, str] = {}
@@ -76,7 +76,7 @@ def named_weights(
             seen[original] = digest
             yield original, whole
         elif (seen[original] or digest) != digest:
-            raise WeightsDiffer(
+            raise CopiesDiffer(
                 f"weight {name} must equal {original}, which was sent before it: digests {digest}, {seen[original]}; "
                 "the trainer updated one of two copies"
             )
@@ -89,7 +89,7 @@ def tied_weights(model: PreTrainedModel) -> dict[str, str]:
 
 
 def check_replicas(name: str, tensor: torch.Tensor) -> None:
-    """Raise WeightsDiffer unless all ranks that hold a copy of `tensor` hold the same; collective among those.
+    """Raise CopiesDiffer unless all ranks that hold a copy of `tensor` hold the same; collective among those.
 
     Copies are what a DTensor replicates along a dimension of its mesh, and any other tensor on all ranks.
     """
@@ -108,7 +108,7 @@ def check_replicas(name: str, tensor: torch.Tensor) -> None:
         equal = torch.tensor(int(_same_bits(first, local)), device=local.device)
         dist.all_reduce(equal, dist.ReduceOp.MIN, group=group)
         if not equal.item():
-            raise WeightsDiffer(
+            raise CopiesDiffer(
                 f"weight {name} [{', '.join(map(str, tensor.shape))}] is replicated, but trainer ranks hold different "
                 "copies; engines would get that of one rank: find why it was not updated alike"
             )
