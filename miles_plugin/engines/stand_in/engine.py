@@ -18,6 +18,7 @@ from miles_plugin.engines.stand_in.group import WeightsGroup
 from miles_plugin.engines.stand_in.scheduler import Latency, Request, Scheduler
 from miles_plugin.engines.stand_in.tokens import TokenSource
 from miles_plugin.engines.stand_in.weights import NamedTensor, Weights, read_checkpoint
+from mooncake_store.errors import ConfigError
 
 Answer = tuple[int, Any]
 Middle = Callable[[], None]
@@ -97,8 +98,8 @@ class Engine:
             "disaggregation_mode": "null",
             "has_image_understanding": False,
             "has_audio_understanding": False,
-            "model_type": config.get("model_type"),
-            "architectures": config.get("architectures"),
+            "model_type": config.model_type,
+            "architectures": config.architectures,
         }
 
     def server_info(self) -> Answer:
@@ -143,7 +144,7 @@ class Engine:
             return _refused("Either text, input_ids or input_embeds should be provided.")
         if body.stream:
             return _refused("the stand-in does not stream")
-        context = int(self._weights.config.get("max_position_embeddings", 1 << 30))
+        context = int(self._weights.config.max_position_embeddings)
         for prompt in prompts:
             if len(prompt) >= context:
                 return _refused(
@@ -247,7 +248,7 @@ class Engine:
                     return _done(False, f"Failed to receive weights: {error}")
                 try:
                     self._weights.load(received, middle)
-                except (RuntimeError, ValueError) as error:
+                except (RuntimeError, ConfigError) as error:
                     return _done(
                         False,
                         f"Failed to update parameter online: {error}. The full weights of the ModelRunner are "
@@ -268,7 +269,7 @@ class Engine:
                     return _from_disk(False, f"Failed to get weights iterator: {error}.")
                 try:
                     self._weights.load(tensors, middle)
-                except (RuntimeError, ValueError) as error:
+                except (RuntimeError, ConfigError) as error:
                     self._weights.load(read_checkpoint(Path(self._model_path)))
                     return _from_disk(False, f"Failed to update weights: {error}.\nRolling back to original weights.")
                 if not self._loaded(body.weight_version, body.flush_cache):

@@ -1,6 +1,6 @@
 """What a stand-in engine says: tokens that follow from prompt and seed alone."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,13 @@ class TokenSource:
 
     Args:
         directory: of the checkpoint; its tokenizer.json, if there is one, makes text of tokens.
-        config: the checkpoint's config.json.
+        config: the checkpoint's `PreTrainedConfig`.
     """
 
-    def __init__(self, directory: Path, config: Mapping[str, Any]) -> None:
-        ends = config.get("eos_token_id")
+    def __init__(self, directory: Path, config: Any) -> None:
+        ends = config.eos_token_id
         excluded = set(ends) if isinstance(ends, list) else {ends}
-        self._allowed = np.array([token for token in range(int(config["vocab_size"])) if token not in excluded])
+        self._allowed = np.array([token for token in range(int(config.vocab_size)) if token not in excluded])
         path = directory / "tokenizer.json"
         self._tokenizer = Tokenizer.from_file(str(path)) if path.exists() else None
 

@@ -1,18 +1,17 @@
 """The weights of a stand-in engine: in one block of memory per tensor-parallel rank, which others may write to."""
 
 import hashlib
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
 from safetensors import safe_open
+from transformers import AutoConfig
 
-from miles_plugin.engines.stand_in.layout import make_layout
+from miles_plugin.weight_transfer.layout import Layout, Placement
 from mooncake_store.errors import ConfigError
 
 NamedTensor = tuple[str, torch.Tensor]
@@ -35,29 +34,41 @@ class State:
 
 
 class Weights:
-    """What an engine serves, under the engine's own parameter names.
+    """What an engine serves, as SGLang lays it out in the memory of its tensor-parallel ranks.
 
     Args:
         directory: Hugging Face checkpoint with safetensors, of a model small enough to be hashed at every token.
-        tp: tensor-parallel ranks.
+        tp: ranks.
+
+    Attributes:
+        config: the checkpoint's.
 
     Raises:
-        ConfigError: no such checkpoint, or no layout for it.
+        ConfigError: no such checkpoint, or its layout is not known.
     """
 
     def __init__(self, directory: Path, tp: int) -> None:
-        self.config = _read_config(directory)
+        if not (directory / "config.json").is_file():
+            raise ConfigError(f"--model {directory}: no config.json there; name a Hugging Face checkpoint directory")
+        self.config = AutoConfig.from_pretrained(directory)
+        self._layout = Layout(self.config, tp, self.config.dtype or torch.bfloat16)
+        self._ranks = [_Rank(self._layout) for _ in range(tp)]
+        self._places = {
+            weight: [
+                (
+                    placement,
+                    rank.parameters[placement.parameter].view(-1).narrow(0, placement.offset, _size(placement, shape)),
+                )
+                for rank, placements in zip(self._ranks, self._layout.placements(weight, shape), strict=True)
+                for placement in placements
+            ]
+            for weight, shape in self._layout.weights.items()
+        }
+        self._state = State("", None)
         try:
-            shapes = {name: list(tensor.shape) for name, tensor in read_checkpoint(directory)}
+            self.load(read_checkpoint(directory))
         except OSError as error:
             raise ConfigError(f"--model {directory}: {error}; name a Hugging Face checkpoint directory") from error
-        self._layout = make_layout(self.config, shapes, tp)
-        self._dtype: torch.dtype = getattr(
-            torch, str(self.config.get("dtype") or self.config.get("torch_dtype")), torch.bfloat16
-        )
-        self._ranks = [_Rank(self._layout.parameters(rank), self._dtype) for rank in range(tp)]
-        self._state = State("", None)
-        self.load(read_checkpoint(directory))
 
     @property
     def memory(self) -> list[torch.Tensor]:
@@ -76,17 +87,18 @@ class Weights:
 
         Args:
             middle: called once, when half of the tensors are loaded.
+
+        Raises:
+            ConfigError: a weight has another shape; those before it are loaded.
         """
         listed = list(tensors)
-        for position, (name, tensor) in enumerate(listed):
+        for position, (weight, tensor) in enumerate(listed):
             if middle is not None and position == len(listed) // 2:
                 middle()
-            for rank, placements in zip(self._ranks, self._layout.placements(name, tensor.shape), strict=True):
-                for placement in placements:
-                    axis = placement.axis
-                    part = tensor if axis is None else tensor.narrow(axis, placement.start, placement.length)
-                    flat = rank.parameters[placement.parameter].view(-1)
-                    flat[placement.offset : placement.offset + part.numel()].copy_(part.reshape(-1))
+            if weight in self._places:
+                self._layout.placements(weight, tensor.shape)  # checks the shape
+                for placement, place in self._places[weight]:
+                    place.copy_(placement.part(tensor).reshape(-1))
 
     def state(self) -> State:
         """What the weights are now, whoever wrote them."""
@@ -95,11 +107,15 @@ class Weights:
             hasher.update(rank.block.numpy().data)
         digest = hasher.hexdigest()
         if digest != self._state.digest:
-            self._state = State(digest, _values(self._ranks))
+            self._state = State(digest, self._values())
         return self._state
 
     def checksums(self, skip: Iterable[str]) -> list[dict[str, str]]:
-        """By rank, parameter -> the first 8 bytes of the SHA-256 of its bytes, in hex, as SGLang has it on a CPU."""
+        """By rank, parameter -> the first 8 bytes of the SHA-256 of its bytes, in hex, as SGLang has it on a CPU.
+
+        Args:
+            skip: parts of names of parameters to leave out.
+        """
         skipped = tuple(skip)
         return [
             {
@@ -110,21 +126,38 @@ class Weights:
             for rank in self._ranks
         ]
 
+    def _values(self) -> tuple[float, ...] | None:
+        """The different values, without those of padding, which is never written."""
+        found: set[float] = set()
+        for places in self._places.values():
+            for _, place in places:
+                for part in (place[:64], place):  # trained weights are known by their first few elements
+                    found.update(torch.unique(part.float()).tolist())
+                    if len(found) > _MOST_VALUES:
+                        return None
+        return tuple(sorted(found))
+
 
 class _Rank:
     """The parameters of one rank, as views of one zeroed block."""
 
-    def __init__(self, shapes: Mapping[str, Any], dtype: torch.dtype) -> None:
-        spans: dict[str, tuple[int, int]] = {}
+    def __init__(self, layout: Layout) -> None:
+        width = layout.dtype.itemsize
+        starts: dict[str, int] = {}
         end = 0
-        for name, shape in shapes.items():
-            size = prod(shape) * dtype.itemsize
-            spans[name] = (end, end + size)
-            end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        for name, parameter in layout.parameters.items():
+            starts[name] = end
+            end += -(-parameter.numel * width // _ALIGNMENT) * _ALIGNMENT
         self.block = torch.zeros(end, dtype=torch.uint8)
         self.parameters = {
-            name: self.block[start:stop].view(dtype).view(list(shapes[name])) for name, (start, stop) in spans.items()
+            name: self.block.narrow(0, starts[name], parameter.numel * width).view(layout.dtype).view(parameter.shape)
+            for name, parameter in layout.parameters.items()
         }
+
+
+def _size(placement: Placement, shape: Sequence[int]) -> int:
+    """Elements of the part of a weight that is placed."""
+    return prod(placement.length if axis == placement.axis else size for axis, size in enumerate(shape))
 
 
 def read_checkpoint(directory: Path) -> Iterator[NamedTensor]:
@@ -143,24 +176,3 @@ def read_checkpoint(directory: Path) -> Iterator[NamedTensor]:
                     yield name, file.get_tensor(name)
         except Exception as error:  # safetensors has an exception of its own
             raise OSError(f"{path}: {error}") from error
-
-
-def _read_config(directory: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads((directory / "config.json").read_text()))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"--model {directory}: its config.json cannot be read ({error}); name a Hugging Face checkpoint directory"
-        ) from error
-
-
-def _values(ranks: Iterable[_Rank]) -> tuple[float, ...] | None:
-    found: set[float] = set()
-    for rank in ranks:
-        for tensor in rank.parameters.values():
-            flat = tensor.view(-1)
-            for part in (flat[:64], flat):  # a trained tensor is known by its first few elements
-                found.update(torch.unique(part.float()).tolist())
-                if len(found) > _MOST_VALUES:
-                    return None
-    return tuple(sorted(found))
