@@ -1,12 +1,19 @@
 """An updater of one trainer rank, and a version authority that remembers what it was asked, for tests."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
+
+import torch
+from transformers import AutoConfig
 
 from miles_plugin.engines.fleet import Left
 from miles_plugin.weight_transfer.broadcast import Broadcaster
+from miles_plugin.weight_transfer.layout import Layout
+from miles_plugin.weight_transfer.p2p import PeerWriter
 from miles_plugin.weight_transfer.ranks import Ranks
-from miles_plugin.weight_transfer.transfer import Bounds, Proof, Transport, Updater
+from miles_plugin.weight_transfer.sources import NamedTensor
+from miles_plugin.weight_transfer.transfer import Authority, Bounds, Proof, Updater
 
 BUCKET_BYTES = 64 * 1024  # several per update, and tensors larger than a bucket
 BOUNDS = Bounds(call=10, join=10, bucket=10)
@@ -32,13 +39,36 @@ class Versions:
 
 
 def broadcasting(
-    versions: Versions,
+    versions: Authority,
     pause_mode: str = "retract",
     bounds: Bounds = BOUNDS,
-    bucket_bytes: int = BUCKET_BYTES,
     prove: Callable[[], Proof] | None = None,
-    transport: Transport | None = None,
 ) -> Updater:
     """An updater that broadcasts from this process, the only trainer rank."""
-    transport = transport or Broadcaster("127.0.0.1", "test", "gloo", bucket_bytes, bounds)
+    transport = Broadcaster("127.0.0.1", "test", "gloo", BUCKET_BYTES, bounds)
     return Updater(transport, Ranks(), versions, pause_mode, prove=prove, bounds=bounds)
+
+
+def writing(
+    versions: Authority,
+    checkpoint: Path,
+    pause_mode: str = "retract",
+    bounds: Bounds = BOUNDS,
+    prove: Callable[[], Proof] | None = None,
+) -> Updater:
+    """An updater that writes from this process, the only trainer rank, into the memory of engines of `checkpoint`."""
+    transport = PeerWriter(
+        "127.0.0.1", 0, 1, layouts(checkpoint), timeout=bounds.bucket, stage_bytes=BUCKET_BYTES, bounds=bounds
+    )
+    return Updater(transport, Ranks(), versions, pause_mode, prove=prove, bounds=bounds)
+
+
+def layouts(checkpoint: Path) -> Callable[[int], Layout]:
+    config = AutoConfig.from_pretrained(checkpoint)
+    return lambda ranks: Layout(config, ranks, torch.bfloat16)
+
+
+def constant(checkpoint: Path, value: float) -> Iterator[NamedTensor]:
+    """Weights of the shapes of `checkpoint`, every element `value`."""
+    for name, shape in layouts(checkpoint)(1).weights.items():
+        yield name, torch.full(shape, value, dtype=torch.bfloat16)

@@ -50,7 +50,7 @@ def checksum_of(device: str) -> Checksum:
 
 def _sha256(tensor: torch.Tensor) -> str:
     contents = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(memoryview(contents)).hexdigest()[:16]
+    return hashlib.sha256(contents.data).hexdigest()[:16]
 
 
 class Expected:

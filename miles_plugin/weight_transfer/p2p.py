@@ -1,0 +1,304 @@
+"""Peer to peer: Mooncake's Transfer Engine writes weights straight into the memory that engines registered.
+
+Every trainer rank has every weight for a moment, when it was gathered, and writes a share of it: pieces of at most
+`PIECE_BYTES`, each given to the rank that has the fewest bytes so far, by a rule that all ranks follow without asking.
+A piece is copied into a registered stage, cut as the engine holds it (`layout.py`), and written to every engine that
+holds it. There are two stages: one is written from while the other is filled.
+
+Over TCP a write is complete when the engine's side says that the last byte is in its memory (Mooncake's acknowledged
+framing; MC_TCP_PROTO=1 would turn that off), over RDMA when the device says so.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from miles_plugin.engines.fleet import EngineAddress
+from miles_plugin.engines.sglang import EngineError, SGLangEngine
+from miles_plugin.weight_transfer.layout import Layout, LayoutMismatch, Placement, check_registered
+from miles_plugin.weight_transfer.sources import NamedTensor
+from miles_plugin.weight_transfer.transfer import Bounds, Sent
+from mooncake_store.bounded import bounded
+from mooncake_store.wheel import load_mooncake
+
+PIECE_BYTES = 16 << 20
+STAGE_BYTES = 128 << 20
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the same part of a weight goes on one rank of an engine."""
+
+    rank: int
+    parameter: str
+    offset: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of a weight, contiguous in the memory of each rank that holds it.
+
+    source: a view of the weight. places: offsets in elements.
+    """
+
+    source: torch.Tensor
+    places: tuple[Place, ...]
+
+
+def pieces(layout: Layout, name: str, tensor: torch.Tensor, most: int) -> Iterator[Piece]:
+    """What of a weight goes where, each part once however many ranks hold a copy, in pieces of at most `most` bytes
+    (a row of a matrix is never cut)."""
+    ranks: dict[tuple[int | None, int, int], list[tuple[int, Placement]]] = {}
+    for rank, placements in enumerate(layout.placements(name, tensor.shape)):
+        for placement in placements:
+            ranks.setdefault((placement.axis, placement.start, placement.length), []).append((rank, placement))
+    for copies in ranks.values():
+        part = copies[0][1].part(tensor)
+        width = part[0].numel() if part.dim() > 1 else 1
+        rows = max(1, most // (width * part.element_size()))
+        for first in range(0, len(part), rows):
+            places = (Place(rank, placement.parameter, placement.offset + first * width) for rank, placement in copies)
+            yield Piece(part[first : first + rows], tuple(places))
+
+
+@dataclass(frozen=True)
+class _Peer:
+    """An engine that can be written to. sessions, memory: by rank; memory: parameter -> (address, elements, width)."""
+
+    address: EngineAddress
+    layout: Layout
+    sessions: tuple[str, ...]
+    memory: tuple[Mapping[str, tuple[int, int, int]], ...]
+
+
+@dataclass
+class _Writes:
+    """Of one session: addresses here, addresses there, bytes."""
+
+    here: list[int] = field(default_factory=list)
+    there: list[int] = field(default_factory=list)
+    nbytes: list[int] = field(default_factory=list)
+
+
+class _Stage:
+    """Registered memory, and what is to be written from it, by (engine's URL, rank)."""
+
+    def __init__(self, nbytes: int, device: str, register: Callable[[int, int], None]) -> None:
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        register(self.memory.data_ptr(), nbytes)
+        self.used = 0
+        self.writes: dict[tuple[str, int], _Writes] = {}
+        self.writing: dict[str, list[Future[None]]] = {}
+
+    def take(self, source: torch.Tensor) -> int | None:
+        """Copy a part in; its address, or None when there is no room."""
+        start = -(-self.used // 64) * 64
+        if start + source.nbytes > self.memory.numel():
+            return None
+        self.used = start + source.nbytes
+        self.memory[start : self.used].view(source.dtype).view(source.shape).copy_(source)
+        return self.memory.data_ptr() + start
+
+
+class PeerWriter:
+    """One trainer rank's side.
+
+    Args:
+        host: address of this rank's node, reachable from the engines.
+        rank, size: of the trainer ranks.
+        layout: of an engine with so many ranks; raises ConfigError where none is known.
+        workers: writes at a time. timeout: seconds that each may take.
+        protocol: "tcp" or "rdma". device: where stages are; with RDMA "cuda" works without a copy to the host.
+        device_name: of the RDMA device; empty: any.
+
+    Raises:
+        ConfigError: the Transfer Engine does not start.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        rank: int,
+        size: int,
+        layout: Callable[[int], Layout],
+        workers: int = 4,
+        timeout: float = 30.0,
+        protocol: str = "tcp",
+        device: str = "cpu",
+        device_name: str = "",
+        stage_bytes: int = STAGE_BYTES,
+        piece_bytes: int = PIECE_BYTES,
+        bounds: Bounds = Bounds(),  # noqa: B008  (frozen)
+    ) -> None:
+        self._rank, self._size, self._layout = rank, size, layout
+        self._timeout, self._bounds = timeout, bounds
+        self._stage_bytes, self._piece_bytes, self._device = stage_bytes, min(piece_bytes, stage_bytes), device
+        self._transfer_engine = start_transfer_engine(host, protocol, device_name)
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="p2p")
+        self._peers: dict[EngineAddress, _Peer] = {}
+        self._stages: list[_Stage] = []
+        # Writes that took too long, by URL: one that lands later would tear what a later update wrote.
+        self._late: dict[str, list[threading.Event]] = {}
+        self._abandoned: list[_Stage] = []  # which those may still read
+
+    def connect(self, engines: Sequence[EngineAddress]) -> Mapping[str, str]:
+        """Learn where each engine's memory is, unless that is known of its present life."""
+        peers: dict[EngineAddress, _Peer] = {}
+        failed: dict[str, str] = {}
+        meeting = {engine: self._pool.submit(self._meet, engine) for engine in engines if engine not in self._peers}
+        for engine in engines:
+            try:
+                self._check_late(engine.url)
+                peers[engine] = meeting[engine].result() if engine in meeting else self._peers[engine]
+            except (EngineError, LayoutMismatch) as error:
+                failed[engine.url] = str(error)
+        self._peers = peers
+        return failed
+
+    def send(self, tensors: Iterable[NamedTensor]) -> Sent:
+        """Write this rank's share of all weights. An engine that fails is written to no more."""
+        failed: dict[str, str] = {}
+        nbytes, shares = 0, [0] * self._size
+        stages = self._stages = self._stages or [self._new_stage(), self._new_stage()]
+        layouts = {peer.layout.tp: peer.layout for peer in self._peers.values()}
+        for name, tensor in tensors:
+            for tp, layout in layouts.items():
+                for piece in pieces(layout, name, tensor, self._piece_bytes):
+                    whose = min(range(self._size), key=shares.__getitem__)
+                    shares[whose] += piece.source.nbytes
+                    if whose != self._rank:
+                        continue
+                    nbytes += piece.source.nbytes
+                    here = stages[0].take(piece.source)
+                    if here is None:
+                        self._start(stages[0], failed)
+                        stages.reverse()
+                        stages[0] = self._finish(stages[0], failed)
+                        here = stages[0].take(piece.source)
+                        assert here is not None, "a piece is no longer than a stage"
+                    for peer in self._peers.values():
+                        if peer.layout.tp == tp:
+                            _add(stages[0], peer, piece, here)
+        self._start(stages[0], failed)
+        self._stages = [self._finish(stage, failed) for stage in stages]
+        return Sent(nbytes, failed)
+
+    def close(self) -> None:
+        """Let go of the engines; idempotent."""
+        self._peers = {}
+        self._pool.shutdown()
+        for stage in self._stages:
+            self._transfer_engine.unregister_memory(stage.memory.data_ptr())
+        self._stages = []
+
+    def _meet(self, address: EngineAddress) -> _Peer:
+        layout = self._layout(address.ranks)
+        client = SGLangEngine(address.url, self._bounds.call)
+        try:
+            told = [client.registered_memory(rank) for rank in range(address.ranks)]
+        finally:
+            client.close()
+        for rank, (_, memory) in enumerate(told):
+            check_registered(layout, rank, memory)
+        return _Peer(address, layout, tuple(session for session, _ in told), tuple(memory for _, memory in told))
+
+    def _check_late(self, url: str) -> None:
+        self._late[url] = [ended for ended in self._late.get(url, ()) if not ended.is_set()]
+        if self._late[url]:
+            raise EngineError(
+                f"{url}: {len(self._late[url])} writes of an earlier update have not ended; they may land at any time"
+            )
+
+    def _start(self, stage: _Stage, failed: Mapping[str, str]) -> None:
+        """Start what is to be written from a stage."""
+        if stage.memory.is_cuda:
+            torch.cuda.synchronize(stage.memory.device)
+        by_url = {peer.address.url: peer for peer in self._peers.values()}
+        for (url, rank), writes in stage.writes.items():
+            if url not in failed:
+                job = self._pool.submit(self._write, url, by_url[url].sessions[rank], writes)
+                stage.writing.setdefault(url, []).append(job)
+        stage.writes = {}
+
+    def _finish(self, stage: _Stage, failed: dict[str, str]) -> _Stage:
+        """Wait for what is written from a stage; an empty one, another if some write is late and may still read it."""
+        for url, jobs in stage.writing.items():
+            for job in jobs:
+                try:
+                    job.result()
+                except EngineError as error:
+                    failed[url] = str(error)
+        if any(self._late.get(url) for url in stage.writing):
+            self._abandoned.append(stage)
+            return self._new_stage()
+        stage.used, stage.writing = 0, {}
+        return stage
+
+    def _write(self, url: str, session: str, writes: _Writes) -> None:
+        ended = threading.Event()
+
+        def write() -> int:
+            try:
+                return int(
+                    self._transfer_engine.batch_transfer_sync_write(session, writes.here, writes.there, writes.nbytes)
+                )
+            finally:
+                ended.set()
+
+        total = sum(writes.nbytes)
+        code = bounded(write, self._timeout, "p2p write")
+        if code is None:
+            self._late.setdefault(url, []).append(ended)
+            raise EngineError(
+                f"{url}: a write of {total} bytes to {session} has not ended after {self._timeout:.0f} s "
+                "(p2p_transfer_timeout)"
+            )
+        if code != 0:
+            raise EngineError(f"{url}: a write of {total} bytes to {session} failed with code {code}")
+
+    def _new_stage(self) -> _Stage:
+        return _Stage(self._stage_bytes, self._device, self._register)
+
+    def _register(self, address: int, nbytes: int) -> None:
+        code = self._transfer_engine.register_memory(address, nbytes)
+        if code != 0:
+            raise EngineError(f"the Transfer Engine refused to register {nbytes} bytes: code {code}")
+
+
+def _add(stage: _Stage, peer: _Peer, piece: Piece, here: int) -> None:
+    for place in piece.places:
+        address, _, width = peer.memory[place.rank][place.parameter]
+        writes = stage.writes.setdefault((peer.address.url, place.rank), _Writes())
+        writes.here.append(here)
+        writes.there.append(address + place.offset * width)
+        writes.nbytes.append(piece.source.nbytes)
+
+
+def start_transfer_engine(host: str, protocol: str, device_name: str = "") -> Any:
+    """A Transfer Engine of this process.
+
+    Raises:
+        ConfigError: it does not start, or Mooncake is not installed.
+    """
+    from mooncake_store.errors import ConfigError
+
+    load_mooncake()
+    from mooncake.engine import TransferEngine
+
+    if protocol == "tcp":
+        os.environ.setdefault("MC_FORCE_TCP", "1")  # it prefers RDMA wherever it sees a device
+    engine = TransferEngine()
+    code = engine.initialize(host, "P2PHANDSHAKE", protocol, device_name)
+    if code != 0:
+        raise ConfigError(
+            f"Mooncake's Transfer Engine did not start on {host} over {protocol} (device {device_name or 'any'}): code "
+            f"{code}; see the process's log, or use --update-weight-transfer-mode broadcast"
+        )
+    return engine
