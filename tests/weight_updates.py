@@ -8,7 +8,9 @@ import torch
 from transformers import AutoConfig
 
 from miles_plugin.engines.fleet import Left
+from miles_plugin.engines.sglang import SGLangEngine
 from miles_plugin.weight_transfer.broadcast import Broadcaster
+from miles_plugin.weight_transfer.equality import Expected, compare
 from miles_plugin.weight_transfer.layout import Layout
 from miles_plugin.weight_transfer.p2p import PeerWriter
 from miles_plugin.weight_transfer.ranks import Ranks
@@ -72,3 +74,21 @@ def constant(checkpoint: Path, value: float) -> Iterator[NamedTensor]:
     """Weights of the shapes of `checkpoint`, every element `value`."""
     for name, shape in layouts(checkpoint)(1).weights.items():
         yield name, torch.full(shape, value, dtype=torch.bfloat16)
+
+
+class _Expecting:
+    """A `Proof` of engines with one rank."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._expected = Expected(layouts(checkpoint)(1))
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        self._expected.add(name, tensor)
+
+    def check(self, engine: SGLangEngine, _ranks: int) -> int:
+        return compare(self._expected.checksums(), engine.checksums(), engine.url)
+
+
+def expecting(checkpoint: Path) -> Callable[[], Proof]:
+    """Makes proofs that engines of one rank hold what was sent."""
+    return lambda: _Expecting(checkpoint)

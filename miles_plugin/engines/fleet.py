@@ -7,14 +7,15 @@ one that was restarted, or comes late, has the newest weights before its first r
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
 from miles_plugin.engines.sglang import EngineError, SGLangEngine
 
-_log = logging.getLogger(__name__)
+# Seconds within which an engine says what it serves.
+_ANSWER_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -112,9 +113,14 @@ class Fleet:
         """
         expected = None if self._version is None else str(self._version)
         waiting = []
-        for url, member in list(self._members.items()):
+        members = dict(self._members)
+        with ThreadPoolExecutor(max(1, len(members)), thread_name_prefix="roll call") as pool:
+            answers = {
+                url: pool.submit(member.engine.weight_version, _ANSWER_SECONDS) for url, member in members.items()
+            }
+        for url, answer in answers.items():
             try:
-                served = member.engine.weight_version()
+                served = answer.result()
             except EngineError as error:
                 if url not in self._outside:
                     self.leave(Left(url, "roll call", str(error)))

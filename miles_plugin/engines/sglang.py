@@ -119,13 +119,14 @@ class SGLangEngine:
         """Name the weights now loaded. Requests are kept: the endpoint aborts them unless told not to."""
         self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
-    def weight_version(self) -> str:
-        """The version the engine says it serves; "default" before the first stamp."""
-        return str(self.model_info()["weight_version"])
+    def weight_version(self, seconds: float | None = None) -> str:
+        """The version the engine says it serves, within `seconds`; "default" before the first stamp."""
+        return str(self.model_info(seconds)["weight_version"])
 
-    def model_info(self) -> dict[str, Any]:
+    def model_info(self, seconds: float | None = None) -> dict[str, Any]:
         """The model as it is now: model_path, weight_version, architectures, disaggregation_mode, ..."""
-        return dict(self._request("GET", "/model_info").json())
+        timeout = None if seconds is None else _within(seconds)
+        return dict(self._request("GET", "/model_info", timeout=timeout).json())
 
     def server_info(self) -> dict[str, Any]:
         """What the server was started with: tp_size, dtype, enable_lora, ...; flat, by SGLang's names."""

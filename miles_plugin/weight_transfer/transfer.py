@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
+import torch
+
 from miles_plugin.engines.fleet import EngineAddress, Left
 from miles_plugin.engines.sglang import EngineError, SGLangEngine
 from miles_plugin.weight_transfer.ranks import Ranks, Steps
@@ -81,7 +83,7 @@ class Authority(Protocol):
 class Proof(Protocol):
     """What engines must hold after an update."""
 
-    def add(self, name: str, tensor: object, /) -> None:
+    def add(self, name: str, tensor: torch.Tensor, /) -> None:
         """One more of the weights that are sent."""
 
     def check(self, engine: SGLangEngine, ranks: int, /) -> int:
