@@ -49,8 +49,8 @@ def checksum_of(device: str) -> Checksum:
 
 
 def _sha256(tensor: torch.Tensor) -> str:
-    contents = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(contents.data).hexdigest()[:16]
+    contents = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return hashlib.sha256(contents).hexdigest()[:16]
 
 
 class Expected:
