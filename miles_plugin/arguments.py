@@ -65,8 +65,7 @@ class LayoutArguments(BaseModel):
     rollout_num_gpus: int = Field(
         1,
         ge=1,
-        description="GPUs of all rollout engines together; with --rollout-external what the engines have, and 1 leaves "
-        "it to them",
+        description="GPUs of all rollout engines together; with --rollout-external the default is what those have",
     )
     rollout_num_gpus_per_engine: int = Field(1, ge=1, description="tensor-parallel size of one engine")
     rollout_external: bool = Field(

@@ -239,6 +239,9 @@ def _merge(
         raise ConfigError("\n".join(_explain(item, sources) for item in error.errors())) from None
     values = dict(resolved)
     values[_STORE] = _environment_over_file(values[_STORE], sources, yaml_name)
+    if resolved.rollout_external and "rollout_num_gpus" not in resolved.model_fields_set:
+        engines = resolved.rollout_external_engine_addrs or [""]
+        values["rollout_num_gpus"] = len(engines) * resolved.rollout_num_gpus_per_engine
     return TrainConfig.model_construct(**values), _origins(sources, values[_STORE])
 
 
