@@ -39,6 +39,7 @@ def check(config: TrainConfig) -> Plan:
     _check_packages(config)
     check_tracking(config)
     _check_cache(config)
+    _check_layout_is_known(config)
     check_data(config, resume.progress.manager if resume else None)
     check_routed_experts(config)
     if config.ray_address is not None:
@@ -58,11 +59,6 @@ def check(config: TrainConfig) -> Plan:
             f"{'' if config.rollout_external else f' + rollout_num_gpus={config.rollout_num_gpus}'}: {needed} GPUs are "
             f"needed, this machine shows {len(gpus)}; "
             "lower one, or hide the GPUs with CUDA_VISIBLE_DEVICES= to run on the CPU"
-        )
-    if not gpus and config.rollout_num_gpus_per_engine > 1 and not config.rollout_external:
-        raise ConfigError(
-            f"rollout_num_gpus_per_engine={config.rollout_num_gpus_per_engine}: without GPUs an engine has one rank; "
-            "set it to 1"
         )
     per_node = config.actor_num_gpus_per_node
     trainer_nodes = [
@@ -221,6 +217,27 @@ def _check_cache(config: TrainConfig) -> None:
     from miles_plugin.training.warm_start import check_cache
 
     check_cache(config)
+
+
+def _check_layout_is_known(config: TrainConfig) -> None:
+    """p2p writes into the engines' memory; the tiny policy is a model whose place there is known."""
+    if config.update_weight_transfer_mode != "p2p" or config.hf_checkpoint is None:
+        return
+    from transformers import AutoConfig
+
+    from miles_plugin.training.policy import WEIGHT_DTYPE
+    from miles_plugin.weight_transfer.layout import Layout
+
+    try:
+        model = AutoConfig.from_pretrained(config.hf_checkpoint)
+    except (OSError, ValueError):
+        return  # check_data says it better
+    try:
+        Layout(model, config.rollout_num_gpus_per_engine, WEIGHT_DTYPE)
+    except ConfigError as error:
+        raise ConfigError(
+            f"update_weight_transfer_mode=p2p with hf_checkpoint={config.hf_checkpoint}: {error}"
+        ) from error
 
 
 def _check_packages(config: TrainConfig) -> None:

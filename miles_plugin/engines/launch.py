@@ -22,6 +22,8 @@ class EngineSpec:
     model: Hugging Face checkpoint directory.
     host: address to listen on. gpus: CUDA device ids, empty on a CPU. seed: of sampling.
     return_routed_experts: record which experts each token was sent to; the model must have experts.
+    cpu_ranks: tensor-parallel ranks on a CPU; on GPUs each is one.
+    p2p_protocol: "tcp" or "rdma", over which the Transfer Engine may write into its parameters; None if it may not.
     """
 
     model: Path
@@ -30,6 +32,13 @@ class EngineSpec:
     seed: int
     log: Path
     return_routed_experts: bool = False
+    cpu_ranks: int = 1
+    p2p_protocol: str | None = None
+
+    @property
+    def ranks(self) -> int:
+        """Its tensor-parallel size."""
+        return len(self.gpus) or self.cpu_ranks
 
 
 @dataclass(frozen=True)
@@ -85,19 +94,30 @@ def start_engines(specs: Sequence[EngineSpec]) -> list[RunningEngine]:
     return running
 
 
-def command(spec: EngineSpec, port: int) -> list[str]:
-    """The server's command line."""
+def command(spec: EngineSpec, ports: tuple[int, int, int]) -> list[str]:
+    """The server's command line.
+
+    Args:
+        ports: of HTTP; and, of a target of p2p, where its ranks meet, and where they tell of their memory.
+    """
+    port, rendezvous_port, bootstrap_port = ports
     module = "sglang.launch_server" if spec.gpus else "miles_plugin.engines.sglang_cpu.server"
     flags = [
         *("--model-path", str(spec.model), "--host", spec.host, "--port", str(port)),
-        *("--random-seed", str(spec.seed), "--log-level", "warning"),
+        *("--random-seed", str(spec.seed), "--log-level", "warning", "--tp", str(spec.ranks)),
     ]
-    if spec.gpus:
-        flags += ["--tp", str(len(spec.gpus))]
-    else:
+    if not spec.gpus:
         flags += ["--max-total-tokens", str(CPU_CACHE_TOKENS)]
     if spec.return_routed_experts:
         flags.append("--enable-return-routed-experts")
+    if spec.p2p_protocol:
+        flags.append("--remote-instance-weight-loader-start-seed-via-transfer-engine")
+        flags += ["--engine-info-bootstrap-port", str(bootstrap_port)]
+        # Its ranks look for that port on the host of this address, or else on 127.0.0.1, where nothing may listen.
+        flags += ["--dist-init-addr", f"{spec.host}:{rendezvous_port}"]
+        if spec.gpus:
+            # The one layout of experts that `weight_transfer.layout` knows, which "auto" means on some GPUs only.
+            flags += ["--moe-runner-backend", "triton"]
     return [sys.executable, "-m", module, *flags]
 
 
@@ -111,10 +131,22 @@ def environment(spec: EngineSpec) -> dict[str, str]:
     }
     if spec.gpus:
         added["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, spec.gpus))
+    elif spec.ranks > 1:
+        added["SGLANG_CPU_OMP_THREADS_BIND"] = _cores_by_rank(spec.ranks)
+    if spec.p2p_protocol:
+        added["MOONCAKE_PROTOCOL"] = spec.p2p_protocol
+        if spec.p2p_protocol == "tcp":
+            added["MC_FORCE_TCP"] = "1"  # Mooncake prefers RDMA wherever it sees a device
     return {**os.environ, **added}
 
 
+def _cores_by_rank(ranks: int) -> str:
+    """Cores of each rank, as "0,2|1,3": without it SGLang wants a NUMA node for each. Fewer cores are shared."""
+    cores = sorted(os.sched_getaffinity(0))
+    return "|".join(",".join(map(str, cores[rank::ranks] or [cores[rank % len(cores)]])) for rank in range(ranks))
+
+
 def _start(spec: EngineSpec) -> RunningEngine:
-    (port,) = free_ports(1, spec.host)
-    process = ManagedProcess("sglang", command(spec, port), spec.log, environment(spec))
-    return RunningEngine(SGLangEngine(f"http://{spec.host}:{port}"), process, max(1, len(spec.gpus)))
+    http, rendezvous, bootstrap = free_ports(3, spec.host)
+    process = ManagedProcess("sglang", command(spec, (http, rendezvous, bootstrap)), spec.log, environment(spec))
+    return RunningEngine(SGLangEngine(f"http://{spec.host}:{http}"), process, spec.ranks)

@@ -133,7 +133,8 @@ class SGLangEngine:
         On a CPU the first 8 bytes of the SHA-256 of its bytes, in hex.
         """
         answer = self._post("/weights_checker", {"action": "checksum"})
-        ranks = sorted(answer["ranks"], key=lambda each: each["parallelism_info"]["tp_rank"])
+        # One entry for each model that a rank runs, all of which say the same rank.
+        ranks = sorted(answer["ranks"], key=lambda each: int(each["parallelism_info"][0]["tp_rank"]))
         return [dict(each["checksums"]) for each in ranks]
 
     def registered_memory(self, rank: int) -> tuple[str, dict[str, tuple[int, int, int]]]:

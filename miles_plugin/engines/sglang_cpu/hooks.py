@@ -28,6 +28,14 @@ def _pin_memory(_buffer: Any, _granularity: int | None = None) -> None:
     """Leave a host buffer as it is; the original registers it with CUDA (that of the routed experts, on a CPU)."""
 
 
+def _keep_config(model_config: Any, _load_config: Any, _tp_size: int) -> Any:
+    """Leave the model's sizes as they are; the original rounds its MLP and heads up to what AMX kernels take.
+
+    A tensor-parallel engine then holds what it would hold on GPUs, and one key-value head is copied, not padded to two.
+    """
+    return model_config
+
+
 def register() -> None:
     """Queue the replacements; SGLang applies them in `load_plugins()`, which every one of its processes calls."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -35,6 +43,7 @@ def register() -> None:
     for target, replacement in (
         ("sglang.srt.model_loader.remote_instance_weight_loader_utils.register_memory_region_v2", _register_parameters),
         ("sglang.srt.utils.weight_checker_comparator.RawComparable.iter_chunks", _iterate_chunks),
+        ("sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp", _keep_config),
         ("sglang.srt.mem_cache.pool_host.common._cuda_host_register", _pin_memory),
     ):
         HookRegistry.register(target, replacement, HookType.REPLACE)

@@ -11,6 +11,8 @@ import runpy
 from miles_plugin.engines.sglang_cpu import stubs
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+# What SGLang compiles under tensor parallelism takes a C++ compiler and, at the first request, half a minute.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 stubs.install()
 
 from miles_plugin.engines.sglang_cpu import hooks  # noqa: E402  (sglang imports only once the stand-ins are there)

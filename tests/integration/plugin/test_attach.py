@@ -9,7 +9,7 @@ from miles_plugin import cli
 from miles_plugin.arguments_sources import load_config
 from miles_plugin.engines.attach import attach, attached_engines
 from miles_plugin.engines.differences import Expected
-from miles_plugin.engines.launch import RunningEngine
+from miles_plugin.engines.launch import EngineSpec, RunningEngine, start_engines
 from miles_plugin.training.tiny_policy import build_model, build_tokenizer, save_checkpoint
 from mooncake_store.errors import ConfigError
 from tests.integration.plugin.conftest import HIDDEN, LAYERS
@@ -58,6 +58,20 @@ def test_a_server_that_cannot_do_what_is_asked_is_told_everything_at_once(
     ):
         assert words in message
     assert "expected 1:" not in message
+
+
+@pytest.mark.slow
+def test_a_server_of_two_ranks_that_may_be_written_to_is_taken(checkpoint: Path, tmp_path: Path) -> None:
+    spec = EngineSpec(
+        checkpoint, "127.0.0.1", gpus=(), seed=0, log=tmp_path / "sglang.log", cpu_ranks=2, p2p_protocol="tcp"
+    )
+    (server,) = start_engines([spec])
+    try:
+        (engine,) = attach([address_of(server)], Expected(checkpoint, 2, mode="p2p"))
+        assert engine.ranks == 2
+        assert "tp_size=2, expected 1" in refusal([address_of(server)], Expected(checkpoint, 1))
+    finally:
+        server.stop()
 
 
 def test_the_wrong_ones_among_several_are_named(server: RunningEngine, checkpoint: Path) -> None:

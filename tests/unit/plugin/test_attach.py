@@ -330,6 +330,25 @@ def test_settings_that_contradict_each_other_are_refused(argv: list[str], words:
         preflight.check(load_config([str(checkpoint) if word == "HERE" else word for word in argv]))
 
 
+@pytest.mark.usefixtures("on_a_cpu")
+@pytest.mark.parametrize(
+    ("changes", "ranks", "words"),
+    [
+        ({"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}, 1, "architecture Gemma2.* is not known; .*"),
+        ({}, 3, "num_key_value_heads=2 of the model cannot be shared out to 3 ranks evenly; set rollout_num_gpus_per_"),
+    ],
+)
+def test_p2p_is_refused_where_the_place_of_a_weight_is_not_known(
+    changes: dict[str, Any], ranks: int, words: str, tmp_path: Path
+) -> None:
+    policy = made(tmp_path / "policy", **changes)
+    engine = ["--rollout-num-gpus-per-engine", str(ranks), "--rollout-num-gpus", str(ranks)]
+    job = [*engine, "--hf-checkpoint", str(policy), "--update-weight-transfer-mode"]
+    with pytest.raises(ConfigError, match=f"update_weight_transfer_mode=p2p with hf_checkpoint={policy}: .*{words}"):
+        preflight.check(load_config([*job, "p2p"]))
+    assert preflight.check(load_config([*job, "broadcast"]))
+
+
 @pytest.mark.parametrize("gpus", [0, 2])
 def test_a_job_with_engines_that_run_already_reserves_nothing_for_any(
     gpus: int, checkpoint: Path, monkeypatch: pytest.MonkeyPatch

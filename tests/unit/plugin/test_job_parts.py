@@ -1,6 +1,7 @@
 """What is decided before and around a job: the plan, the engines' command lines."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -20,6 +21,7 @@ from mooncake_store.errors import ConfigError, IntegrityError
 from tests.report_samples import make_report
 
 MOONCAKE = ["--object-store-backend", "mooncake"]
+PORTS = (1234, 1235, 1236)
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +50,6 @@ def test_gpus_are_dealt_to_trainers_then_engines(monkeypatch: pytest.MonkeyPatch
     ("argv", "gpus", "expected"),
     [
         (["--rollout-num-gpus", "2"], 3, "4 GPUs are needed, this machine shows 3"),
-        (["--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2"], 0, "without GPUs an engine has one rank"),
         (["--rollout-num-gpus", "3", "--rollout-num-gpus-per-engine", "2"], 8, "multiple of"),
         (["--actor-num-nodes", "4", "--actor-num-gpus-per-node", "2"], 8, "9 GPUs are needed, this machine shows 8"),
         (["--actor-num-nodes", "3", "--actor-num-gpus-per-node", "1"], 0, "rollout_batch_size=32 must be a multiple"),
@@ -162,10 +163,43 @@ def test_a_function_that_runs_for_long_is_said_each_time_that_has_doubled() -> N
 
 def test_a_gpu_engine_is_the_ordinary_server_and_never_meets_the_cpu_recipe() -> None:
     spec = EngineSpec(Path("/m"), "127.0.0.1", gpus=(4, 5), seed=3, log=Path("log"))
-    line = " ".join(command(spec, 1234))
+    line = " ".join(command(spec, PORTS))
     assert "-m sglang.launch_server" in line
     assert "--tp 2" in line
     assert "sglang_cpu" not in line
     assert environment(spec)["CUDA_VISIBLE_DEVICES"] == "4,5"
     cpu = EngineSpec(Path("/m"), "127.0.0.1", gpus=(), seed=3, log=Path("log"))
-    assert "-m miles_plugin.engines.sglang_cpu.server" in " ".join(command(cpu, 1234))
+    assert "-m miles_plugin.engines.sglang_cpu.server" in " ".join(command(cpu, PORTS))
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "bound"), [({0, 1, 2, 5}, 2, "0,2|1,5"), ({3}, 2, "3|3"), ({0, 1, 2}, 2, "0,2|1")]
+)
+def test_ranks_of_an_engine_on_a_cpu_share_its_cores(
+    cores: set[int], ranks: int, bound: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SGLANG_CPU_OMP_THREADS_BIND", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _process: cores)
+    spec = EngineSpec(Path("/m"), "127.0.0.1", gpus=(), seed=3, log=Path("log"), cpu_ranks=ranks)
+    assert f"--tp {ranks}" in " ".join(command(spec, PORTS))
+    assert environment(spec)["SGLANG_CPU_OMP_THREADS_BIND"] == bound
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in environment(replace(spec, cpu_ranks=1))
+
+
+@pytest.mark.parametrize(("gpus", "protocol"), [((), "tcp"), ((0, 1), "rdma")])
+def test_only_a_target_of_p2p_registers_its_memory(
+    gpus: tuple[int, ...], protocol: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MOONCAKE_PROTOCOL", "MC_FORCE_TCP"):
+        monkeypatch.delenv(name, raising=False)
+    flag = "--remote-instance-weight-loader-start-seed-via-transfer-engine"
+    spec = EngineSpec(Path("/m"), "10.0.0.7", gpus, seed=3, log=Path("log"))
+    assert flag not in command(spec, PORTS)
+    assert "MOONCAKE_PROTOCOL" not in environment(spec)
+    target = replace(spec, p2p_protocol=protocol)
+    line = " ".join(command(target, PORTS))
+    assert flag in line
+    assert "--engine-info-bootstrap-port 1236 --dist-init-addr 10.0.0.7:1235" in line
+    assert ("--moe-runner-backend triton" in line) == bool(gpus)
+    assert environment(target)["MOONCAKE_PROTOCOL"] == protocol
+    assert ("MC_FORCE_TCP" in environment(target)) == (protocol == "tcp")

@@ -117,5 +117,7 @@ def test_routed_experts_of_another_shape_are_an_engine_error(meta_info: dict[str
 def test_an_engine_records_experts_only_when_asked(gpus: tuple[int, ...]) -> None:
     flag = "--enable-return-routed-experts"
     spec = EngineSpec(Path("/m"), "127.0.0.1", gpus, seed=0, log=Path("log"))
-    assert flag not in command(spec, 1)
-    assert flag in command(EngineSpec(Path("/m"), "127.0.0.1", gpus, 0, Path("log"), return_routed_experts=True), 1)
+    assert flag not in command(spec, (1, 2, 3))
+    assert flag in command(
+        EngineSpec(Path("/m"), "127.0.0.1", gpus, 0, Path("log"), return_routed_experts=True), (1, 2, 3)
+    )
