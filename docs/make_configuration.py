@@ -19,7 +19,14 @@ from mooncake_store.config import _FIELDS, MASTER_VARIABLE, MISTAKEN_MASTER_VARI
 COMMAND = ".venv/bin/python -m docs.make_configuration"
 PAGE = Path(__file__).with_name("configuration.md")
 
-_TYPES = {int: "integer", float: "number", str: "text", bool: "true, false", Path: "path"}
+_TYPES = {
+    int: "integer",
+    float: "number",
+    str: "text",
+    bool: "true, false",
+    Path: "path",
+    list[str]: "one or more texts",
+}
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 _PAGE = """<!-- Made from the code. Do not edit; run: {command} -->
@@ -39,13 +46,15 @@ A setting has one name in three spellings: the flag `--num-rollout`, the key `nu
    as not set.
 2. A setting that holds a mapping (type "JSON object") is merged key by key in that order: a flag that gives one key
    leaves the other keys of the file in place. JSON on the command line and in the environment, a mapping in YAML.
-3. Each of Mooncake's own settings comes from `mooncake_store_init_kwargs` as a flag or in the environment, else from
+3. A setting that takes several values has them all after one flag, or the flag repeated; in the environment separated
+   by spaces or commas; in YAML a list. The one that wins replaces the others' values.
+4. Each of Mooncake's own settings comes from `mooncake_store_init_kwargs` as a flag or in the environment, else from
    its own variable (`{master}`, ...) where the process runs, else from `mooncake_store_init_kwargs` in the file, else
    from the default. A value of `null` and an empty variable count as not set; a 0 does not.
-4. A name that does not exist is an error in each of these places, and so is a variable `{prefix}...` that no setting
+5. A name that does not exist is an error in each of these places, and so is a variable `{prefix}...` that no setting
    reads. The message names the nearest one that exists.
-5. Sizes are a whole number of bytes, or text such as `512mb` or `1.5gb`: k, m and g are powers of 1024.
-6. `--dry-run` checks everything and shows where each of Mooncake's settings came from. `config.yaml` in the report
+6. Sizes are a whole number of bytes, or text such as `512mb` or `1.5gb`: k, m and g are powers of 1024.
+7. `--dry-run` checks everything and shows where each of Mooncake's settings came from. `config.yaml` in the report
    holds the settings as resolved, and `--config` reads it back.
 
 ## `{prog} train`

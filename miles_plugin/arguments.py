@@ -6,12 +6,13 @@ The names are miles's (radixark/miles, August 2026) wherever miles has the setti
 merges key by key.
 """
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationInfo, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from mooncake_store.config import parse_size
 
@@ -24,8 +25,20 @@ def _not_empty(path: Any) -> Any:
     return path
 
 
+def _separated(addresses: Any) -> Any:
+    return [each for each in re.split(r"[\s,]+", addresses) if each] if isinstance(addresses, str) else addresses
+
+
+def _supported(mode: Any) -> Any:
+    if mode == "disk-delta":
+        raise ValueError("disk-delta, which miles has, is not supported yet; allowed: 'broadcast' or 'p2p'")
+    return mode
+
+
 Location = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(Path.expanduser)]
 Bytes = Annotated[int, BeforeValidator(parse_size)]
+# One or more values after a flag; in the environment, and in YAML where it is no list, spaces or commas part them.
+Addresses = Annotated[list[str] | None, NoDecode, BeforeValidator(_separated)]
 
 
 class ObjectStoreArguments(BaseModel):
@@ -49,8 +62,18 @@ class LayoutArguments(BaseModel):
 
     actor_num_nodes: int = Field(1, ge=1, description="trainer nodes; on one machine each is a Ray node of its own")
     actor_num_gpus_per_node: int = Field(2, ge=1, description="trainer ranks (FSDP data parallel) of one node")
-    rollout_num_gpus: int = Field(1, ge=1, description="GPUs of all rollout engines together")
+    rollout_num_gpus: int = Field(
+        1,
+        ge=1,
+        description="GPUs of all rollout engines together; with --rollout-external the default is what those have",
+    )
     rollout_num_gpus_per_engine: int = Field(1, ge=1, description="tensor-parallel size of one engine")
+    rollout_external: bool = Field(
+        False, description="use SGLang servers that run already; the job checks and updates them, and never ends them"
+    )
+    rollout_external_engine_addrs: Addresses = Field(
+        None, min_length=1, description="those servers, each as host:port (IPv6: [address]:port)"
+    )
     ray_address: str | None = Field(
         None,
         min_length=1,
@@ -184,11 +207,18 @@ class TrainingArguments(BaseModel):
 class WeightUpdateArguments(BaseModel):
     """weight update: how new weights reach the engines"""
 
-    update_weight_transfer_mode: Literal["broadcast"] = Field(
-        "broadcast", description="over one process group of trainer rank 0 and all engine ranks (gloo or NCCL)"
+    update_weight_transfer_mode: Annotated[Literal["broadcast", "p2p"], BeforeValidator(_supported)] = Field(
+        "broadcast",
+        description="broadcast: over one process group of trainer rank 0 and all engine ranks (gloo or NCCL); p2p: "
+        "every trainer rank writes into the engines' memory by Mooncake's Transfer Engine (TCP or RDMA)",
     )
     update_weight_buffer_size: Bytes = Field(
         512 * 1024**2, ge=1, description="bytes per bucket of weights; also as text, e.g. 512mb"
+    )
+    p2p_transfer_num_workers: int = Field(4, ge=1, description="threads of one trainer rank that write (p2p only)")
+    p2p_transfer_timeout: float = Field(30.0, gt=0, description="seconds that one write may take (p2p only)")
+    check_weight_update_equal: bool = Field(
+        False, description="after every update the engines prove, by checksums, that they hold the trainer's weights"
     )
     update_weights_interval: int = Field(1, ge=1, description="rollouts between weight updates")
     pause_generation_mode: Literal["abort", "retract", "in_place"] = Field(

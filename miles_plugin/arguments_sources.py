@@ -29,7 +29,7 @@ from mooncake_store.errors import ConfigError
 _STORE = "mooncake_store_init_kwargs"
 # How --help shows the type of a flag's value.
 _METAVARS = {"dict[str,Any]": "JSON", "{Path,null}": "PATH", "Path": "PATH", "{str,null}": "NAME", "str": "NAME",
-             "int": "N", "float": "X"}  # fmt: skip
+             "int": "N", "float": "X", "{list[str],null}": "HOST:PORT"}  # fmt: skip
 
 _WHOLE, _NUMBER, _TRUTH = "allowed: a whole number", "allowed: a number", "allowed: true or false"
 _QUOTES = "; in YAML put it in quotes"
@@ -40,6 +40,7 @@ _ALLOWED = {
     "bool_type": _TRUTH, "bool_parsing": _TRUTH,
     "string_type": f"allowed: text{_QUOTES}", "path_type": f"allowed: a path{_QUOTES}",
     "dict_type": "allowed: a mapping of names to values",
+    "list_type": "allowed: a list", "too_short": "allowed: one or more",
     "greater_than": "allowed: more than {gt}", "greater_than_equal": "allowed: {ge} or more",
     "less_than": "allowed: less than {lt}", "less_than_equal": "allowed: {le} or less",
     "literal_error": "allowed: {expected}",
@@ -204,6 +205,8 @@ def _add_flag(groups: dict[str, Any], *names: str, **options: Any) -> argparse.A
     dest = names[-1].removeprefix("--").replace("-", "_").removeprefix("no_")
     options["help"] = options["help"].replace("default factory: dict", "default: {}")
     options["metavar"] = _METAVARS.get(options.get("metavar", ""), options.get("metavar"))
+    if options["metavar"] == "HOST:PORT":  # as many as follow the flag, which may come again
+        options.update(action="extend", nargs="+")
     action: argparse.Action = groups[dest].add_argument(*names, **options)
     if options["metavar"] == "PATH":
         action.complete = shtab.FILE  # type: ignore[attr-defined]  # where shtab looks for it
@@ -236,6 +239,9 @@ def _merge(
         raise ConfigError("\n".join(_explain(item, sources) for item in error.errors())) from None
     values = dict(resolved)
     values[_STORE] = _environment_over_file(values[_STORE], sources, yaml_name)
+    if resolved.rollout_external and "rollout_num_gpus" not in resolved.model_fields_set:
+        engines = resolved.rollout_external_engine_addrs or [""]
+        values["rollout_num_gpus"] = len(engines) * resolved.rollout_num_gpus_per_engine
     return TrainConfig.model_construct(**values), _origins(sources, values[_STORE])
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from miles_plugin.arguments import TrainConfig
 from miles_plugin.checkpoint import Resume, changes
 from miles_plugin.cluster import LOOPBACK, OBJECT_STORE_BYTES, ROLLOUT_NODE, NodeSpec, trainer_node
+from miles_plugin.engines.attach import AttachedEngine
 from mooncake_store.config import MooncakeConfig, resolve
 from mooncake_store.errors import ConfigError
 from mooncake_store.memory import memory_limit
@@ -36,13 +37,14 @@ class Plan:
     """What a job will start, as `preflight.check` found it possible.
 
     own_master: the job starts a mooncake_master. resume: the checkpoint it goes on from. The nodes' GPUs are empty on
-    a machine without any.
+    a machine without any. engines: those that run already; empty when the job starts its own.
     """
 
     own_master: bool
     rollout_node: NodeSpec
     trainer_nodes: list[NodeSpec]
     resume: Resume | None
+    engines: tuple[AttachedEngine, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class PlannedProcess:
 def processes(config: TrainConfig, plan: Plan) -> list[PlannedProcess]:
     """Everything the job would start, the driver included."""
     # On GPUs the weights, gradients and moments are in the GPUs' own memory.
-    weights = 0 if plan.rollout_node.gpus else _checkpoint_bytes(config.hf_checkpoint)
+    weights = 0 if plan.trainer_nodes[0].gpus else _checkpoint_bytes(config.hf_checkpoint)
     planned = [PlannedProcess("driver", "miles-mooncake train", 1, _DRIVER * _MB, "")]
     if config.object_store_backend == "mooncake":
         segment = _store(config, plan).global_segment_size
@@ -70,16 +72,16 @@ def processes(config: TrainConfig, plan: Plan) -> list[PlannedProcess]:
             planned.append(PlannedProcess("driver", "mooncake_master", 1, _MASTER * _MB, "RPC, metrics"))
         if segment:
             planned.append(PlannedProcess("driver", "segment holder", 1, _HOLDER * _MB + segment, "Mooncake"))
-    engines = config.rollout_num_gpus // config.rollout_num_gpus_per_engine
     starts_ray = config.ray_address is None
     if starts_ray:
         planned.append(
             PlannedProcess(ROLLOUT_NODE, "Ray head", 1, _HEAD * _MB + OBJECT_STORE_BYTES, "GCS, raylet, agents")
         )
-    planned += [
-        PlannedProcess(ROLLOUT_NODE, "rollout manager", 1, _MANAGER * _MB, "Ray"),
-        PlannedProcess(ROLLOUT_NODE, "SGLang engine", engines, engines * (_ENGINE * _MB + weights), "HTTP, internal"),
-    ]
+    planned.append(PlannedProcess(ROLLOUT_NODE, "rollout manager", 1, _MANAGER * _MB, "Ray"))
+    if not plan.engines:
+        engines = config.rollout_num_gpus // config.rollout_num_gpus_per_engine
+        memory = engines * (_ENGINE * _MB + weights)
+        planned.append(PlannedProcess(ROLLOUT_NODE, "SGLang engine", engines, memory, "HTTP, internal"))
     ranks = config.actor_num_gpus_per_node
     trained = _TRAINED_PER_CHECKPOINT_BYTE * weights // config.world_size
     for index in range(config.actor_num_nodes):
@@ -152,6 +154,7 @@ def _facts(config: TrainConfig, plan: Plan) -> dict[str, Any]:
         "rollouts": f"{config.num_rollout} of {config.rollout_batch_size} prompts x {config.n_samples_per_prompt} "
         f"samples, {config.num_steps_per_rollout} optimizer steps each; reward_control {config.reward_control}",
         "policy": str(config.hf_checkpoint or _tiny_policy(config)),
+        "engines": [str(engine) for engine in plan.engines] or "started by the job",
         "weight update": config.update_weight_transfer_mode,
         "report": str(directory.absolute()),
         "resume": str(plan.resume.directory) if plan.resume else "no, from the beginning",
@@ -205,7 +208,7 @@ def _text(facts: dict[str, Any], store: dict[str, dict[str, Any]], planned: Iter
         table.add_row(item.node, item.process, str(item.count), _gb(item.memory), item.ports)
     about = Table.grid(padding=(0, 2))
     for name, value in facts.items():
-        about.add_row(name, str(value))
+        about.add_row(name, "\n".join(value) if isinstance(value, list) else str(value))
     settings = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("Mooncake setting", "value", "from"):
         settings.add_column(title)

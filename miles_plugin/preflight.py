@@ -1,12 +1,14 @@
 """What is checked before the job starts anything: settings against each other, the machine, and the master."""
 
 import os
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from miles_plugin.arguments import TrainConfig
 from miles_plugin.checkpoint import check_save, check_writable, find
 from miles_plugin.cluster import NodeSpec
+from miles_plugin.engines.attach import AttachedEngine, attach, expected_engines, loopback
 from miles_plugin.engines.routed_experts import check_routed_experts
 from miles_plugin.joined_cluster import find_nodes
 from miles_plugin.object_store import open_rollout_store
@@ -26,6 +28,7 @@ def check(config: TrainConfig) -> Plan:
     Raises AlreadyDone when `--load` leaves nothing to do.
     """
     _check_layout(config)
+    _check_external(config)
     _check_sizes(config)
     _check_learning_rate(config)
     _check_checkpoint(config)
@@ -33,9 +36,10 @@ def check(config: TrainConfig) -> Plan:
     resume = find(config)
     check_report(config)
     own_master = _check_store(config)
-    _check_packages()
+    _check_packages(config)
     check_tracking(config)
     _check_cache(config)
+    _check_layout_is_known(config)
     check_data(config, resume.progress.manager if resume else None)
     check_routed_experts(config)
     if config.ray_address is not None:
@@ -45,13 +49,15 @@ def check(config: TrainConfig) -> Plan:
                 f"mooncake_master and name it (master_server_address, or {MASTER_VARIABLE})"
             )
         ranks = [config.actor_num_gpus_per_node] * config.actor_num_nodes
-        return Plan(own_master, *find_nodes(config.ray_address, ranks, config.rollout_num_gpus), resume)
+        rollout_node, trainer_nodes = find_nodes(config.ray_address, ranks, _engine_gpus(config))
+        return Plan(own_master, rollout_node, trainer_nodes, resume, _attach(config, rollout_node, trainer_nodes))
     gpus = _visible_gpus()
-    needed = config.world_size + config.rollout_num_gpus
+    needed = config.world_size + _engine_gpus(config)
     if gpus and len(gpus) < needed:
         raise ConfigError(
-            f"actor_num_nodes={config.actor_num_nodes} x actor_num_gpus_per_node={config.actor_num_gpus_per_node} + "
-            f"rollout_num_gpus={config.rollout_num_gpus}: {needed} GPUs are needed, this machine shows {len(gpus)}; "
+            f"actor_num_nodes={config.actor_num_nodes} x actor_num_gpus_per_node={config.actor_num_gpus_per_node}"
+            f"{'' if config.rollout_external else f' + rollout_num_gpus={config.rollout_num_gpus}'}: {needed} GPUs are "
+            f"needed, this machine shows {len(gpus)}; "
             "lower one, or hide the GPUs with CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
     per_node = config.actor_num_gpus_per_node
@@ -59,7 +65,8 @@ def check(config: TrainConfig) -> Plan:
         NodeSpec(cpus=per_node, gpus=gpus[node * per_node : (node + 1) * per_node])
         for node in range(config.actor_num_nodes)
     ]
-    plan = Plan(own_master, NodeSpec(cpus=1, gpus=gpus[config.world_size : needed]), trainer_nodes, resume)
+    rollout_node = NodeSpec(cpus=1, gpus=gpus[config.world_size : needed])
+    plan = Plan(own_master, rollout_node, trainer_nodes, resume, _attach(config, rollout_node, trainer_nodes))
     check_memory(config, plan)
     return plan
 
@@ -75,10 +82,61 @@ def check_report(config: TrainConfig) -> None:
 def _check_layout(config: TrainConfig) -> None:
     if config.colocate:
         raise ConfigError(
-            "colocate=True: trainers and engines on the same GPUs hand weights over by CUDA IPC and take turns in "
-            "memory, which this package does not do; leave --colocate out and give the engines GPUs of their own "
-            "(--rollout-num-gpus)"
+            "colocate=True: trainers and engines on the same GPUs take turns in memory, while update_weight_transfer_"
+            f"mode={config.update_weight_transfer_mode}, like every mode of this package, sends to engines that keep "
+            "theirs; leave --colocate out and give the engines GPUs of their own (--rollout-num-gpus)"
         )
+
+
+def _engine_gpus(config: TrainConfig) -> int:
+    """GPUs that the engines which the job starts need."""
+    return 0 if config.rollout_external else config.rollout_num_gpus
+
+
+def _check_external(config: TrainConfig) -> None:
+    addresses = config.rollout_external_engine_addrs
+    if not config.rollout_external:
+        if addresses is not None:
+            raise ConfigError(
+                f"rollout_external_engine_addrs={','.join(addresses)} is set without rollout_external; add "
+                "--rollout-external to use these engines, or leave the addresses out to start engines"
+            )
+        return
+    if addresses is None:
+        raise ConfigError(
+            "rollout_external=True: no engine is named; add --rollout-external-engine-addrs host:port ..., or leave "
+            "--rollout-external out to start engines"
+        )
+    if config.hf_checkpoint is None:
+        raise ConfigError(
+            "rollout_external=True: engines that run already cannot serve the tiny policy, which the job has yet to "
+            "make; name the checkpoint that they serve (--hf-checkpoint), or leave --rollout-external out"
+        )
+    ranks = len(addresses) * config.rollout_num_gpus_per_engine
+    if config.rollout_num_gpus != ranks:
+        raise ConfigError(
+            f"rollout_num_gpus={config.rollout_num_gpus}: rollout_external_engine_addrs={','.join(addresses)} with "
+            f"rollout_num_gpus_per_engine={config.rollout_num_gpus_per_engine} make {ranks}; leave rollout_num_gpus out"
+        )
+
+
+def _attach(
+    config: TrainConfig, rollout_node: NodeSpec, trainer_nodes: Sequence[NodeSpec]
+) -> tuple[AttachedEngine, ...]:
+    """The engines that run already, reached from here and found fit; none when the job starts its own."""
+    if not config.rollout_external:
+        return ()
+    addresses, checkpoint = config.rollout_external_engine_addrs or [], config.hf_checkpoint
+    assert checkpoint is not None, "_check_external comes first"
+    expected = expected_engines(config, checkpoint, "cuda" if trainer_nodes[0].gpus else "cpu")
+    engines = attach(addresses, expected)
+    hosts = sorted({rollout_node.host, *(node.host for node in trainer_nodes)})
+    if len(hosts) > 1 and (local := loopback(addresses)):
+        raise ConfigError(
+            f"rollout_external_engine_addrs={','.join(addresses)}: {', '.join(local)} is another engine for each of "
+            f"{', '.join(hosts)}; name the address at which all of them reach it (SGLang listens there with --host)"
+        )
+    return tuple(engines)
 
 
 def _check_store(config: TrainConfig) -> bool:
@@ -161,11 +219,32 @@ def _check_cache(config: TrainConfig) -> None:
     check_cache(config)
 
 
-def _check_packages() -> None:
+def _check_layout_is_known(config: TrainConfig) -> None:
+    """p2p writes into the engines' memory; the tiny policy is a model whose place there is known."""
+    if config.update_weight_transfer_mode != "p2p" or config.hf_checkpoint is None:
+        return
+    from transformers import AutoConfig
+
+    from miles_plugin.training.policy import WEIGHT_DTYPE
+    from miles_plugin.weight_transfer.layout import Layout
+
+    try:
+        model = AutoConfig.from_pretrained(config.hf_checkpoint)
+    except (OSError, ValueError):
+        return  # check_data says it better
+    try:
+        Layout(model, config.rollout_num_gpus_per_engine, WEIGHT_DTYPE)
+    except ConfigError as error:
+        raise ConfigError(
+            f"update_weight_transfer_mode=p2p with hf_checkpoint={config.hf_checkpoint}: {error}"
+        ) from error
+
+
+def _check_packages(config: TrainConfig) -> None:
     missing = [name for name in ("ray", "reasoning_gym", "torch", "transformers") if find_spec(name) is None]
     if missing:
         raise ConfigError(f"training needs {', '.join(missing)}: pip install miles-mooncake[train]")
-    if find_spec("sglang") is None:
+    if find_spec("sglang") is None and not config.rollout_external:
         raise ConfigError(
             "rollout needs sglang: pip install miles-mooncake[sglang] on a machine with a GPU; without one, "
             "`make demo` installs what a CPU needs"

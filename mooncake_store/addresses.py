@@ -32,7 +32,24 @@ def endpoints(address: str) -> list[tuple[str, int]]:
     entries = [entry.strip() for entry in re.split("[;,]", rest)]
     if len(entries) > 1 and scheme != "etcd":
         raise ConfigError(f"{address!r} names several hosts; only etcd:// takes more than one")
-    return [_endpoint(entry, address) for entry in entries]
+    return [endpoint(entry, address) for entry in entries]
+
+
+def endpoint(entry: str, address: str | None = None) -> tuple[str, int]:
+    """Read "host:port", an IPv6 address in brackets, as (host, port).
+
+    Args:
+        address: that `entry` is a part of, for the message.
+
+    Raises:
+        ConfigError: another form, or a port outside 1 to 65535.
+    """
+    host, _, port = entry.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not is_host(bare) or not (port.isascii() and port.isdecimal()) or not 0 < int(port) < 65536:
+        where = "" if address is None else f" in {address!r}"
+        raise ConfigError(f"{entry!r}{where} is not host:port with a port of 1 to 65535")
+    return bare, int(port)
 
 
 def fetch(url: str, timeout: float) -> bytes:
@@ -114,14 +131,6 @@ def _refusal(host: str, port: int, timeout: float) -> str | None:
         return None if bounded(connect, timeout, "probe") else f"no answer in {timeout:g} s"
     except (OSError, UnicodeError) as error:
         return str(error)
-
-
-def _endpoint(entry: str, address: str) -> tuple[str, int]:
-    host, _, port = entry.rpartition(":")
-    bare = host.removeprefix("[").removesuffix("]")
-    if not is_host(bare) or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f"{entry!r} in {address!r} is not host:port with a port of 1 to 65535")
-    return bare, int(port)
 
 
 def _http_endpoint(url: str) -> tuple[str, int]:

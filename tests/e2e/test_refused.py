@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.jobs import Marked, run
+from tests.integration.plugin.conftest import make_checkpoint
 
 pytestmark = [pytest.mark.integration, pytest.mark.e2e]
 # Mooncake's own complaint about a connection comes before ours.
@@ -39,9 +40,26 @@ def test_a_listener_that_is_no_master(tmp_path: Path, marked: Marked) -> None:
         assert "does not serve as a Mooncake master" in refused([*MOONCAKE, kwargs], tmp_path, marked)
 
 
+@pytest.mark.parametrize("does", ["nothing", "hangs up"])
+def test_an_external_engine_that_is_none(does: str, tmp_path: Path, marked: Marked) -> None:
+    policy = make_checkpoint(tmp_path / "policy", seed=0)
+    (tmp_path / "empty").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        if does == "hangs up":
+            listener.close()
+        arguments = ["--hf-checkpoint", str(policy), "--rollout-external", "--rollout-external-engine-addrs", address]
+        message = refused(arguments, tmp_path / "empty", marked)
+    assert f"rollout_external_engine_addrs={address}: the engine cannot be used" in message
+    assert "rollout_external_engine_addrs from the command line" in message
+    assert "no answer" in message
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
+        (["--rollout-external"], "rollout_external=True: no engine is named"),
+        (["--update-weight-transfer-mode", "disk-delta"], "disk-delta.* is not supported yet"),
         (["--num-rolout", "3"], "--num-rollout"),
         (["--rollout-batch-size", "7"], "rollout_batch_size=7 .*rollout_batch_size from the command line"),
         (["--hf-checkpoint", "/nowhere"], "hf_checkpoint=/nowhere"),

@@ -82,6 +82,30 @@ def test_defaults_are_those_of_miles() -> None:
     assert config.update_weight_transfer_mode == "broadcast"
     assert config.update_weight_buffer_size == 512 * 1024**2
     assert config.pause_generation_mode == "retract"
+    assert not config.rollout_external
+    assert config.rollout_external_engine_addrs is None
+    assert (config.p2p_transfer_num_workers, config.p2p_transfer_timeout) == (4, 30.0)
+    assert not config.check_weight_update_equal
+
+
+@pytest.mark.parametrize(
+    ("argv", "yaml", "environment"),
+    [
+        (["--rollout-external-engine-addrs", "a:1", "[::1]:2", "--seed", "3"], "", ""),
+        (["--rollout-external-engine-addrs", "a:1", "--rollout-external-engine-addrs=[::1]:2"], "", "b:3"),
+        ([], "rollout_external_engine_addrs: [b:3]", "a:1 [::1]:2"),
+        ([], "", "a:1, [::1]:2"),
+        ([], "rollout_external_engine_addrs: ['a:1', '[::1]:2']", ""),
+        ([], "rollout_external_engine_addrs: a:1 [::1]:2", ""),
+    ],
+)
+def test_a_setting_of_several_values(
+    argv: list[str], yaml: str, environment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "job.yaml").write_text(yaml)
+    monkeypatch.setenv("MILES_MOONCAKE_ROLLOUT_EXTERNAL_ENGINE_ADDRS", environment)
+    config = load_config([*argv, "--config", str(tmp_path / "job.yaml")])
+    assert config.rollout_external_engine_addrs == ["a:1", "[::1]:2"]
 
 
 def test_what_was_resolved_reads_back_the_same(yaml_file: Path, tmp_path: Path) -> None:
@@ -136,6 +160,16 @@ def test_what_was_resolved_reads_back_the_same(yaml_file: Path, tmp_path: Path) 
         (["--held-out-size", "20000"], "", {}, ["held_out_size='20000'", "allowed: 16384 or less"]),
         (["--lr", "0"], "", {}, ["lr='0'", "allowed: more than 0"]),
         (["--save", ""], "", {}, ["save", "the path is empty"]),
+        (
+            ["--update-weight-transfer-mode", "disk-delta"],
+            "",
+            {},
+            ["'disk-delta' from the command line", "not supported yet"],
+        ),
+        (["--update-weight-transfer-mode", "nccl"], "", {}, ["'nccl'", "allowed: 'broadcast' or 'p2p'"]),
+        (["--rollout-external-engine-addrs"], "", {}, ["expected at least one argument"]),
+        ([], "", {"ROLLOUT_EXTERNAL_ENGINE_ADDRS": " "}, ["addrs=[] from the environment: allowed: one or more"]),
+        ([], "rollout_external_engine_addrs: 3", {}, ["addrs=3 from ", "allowed: a list"]),
         (["--num-rollout", "3", "5"], "", {}, ["stray value '5' after --num-rollout, which takes one value"]),
         (["--seed", "5", "--num-rollout=3", "5"], "", {}, ["stray value '5' after --num-rollout,"]),
         (["--lr", "1", "-5"], "", {}, ["stray value '-5' after --lr"]),

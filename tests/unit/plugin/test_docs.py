@@ -26,6 +26,11 @@ OTHERS = {
     "--delay-split-train-data-by-dp": "miles",
     "--custom-update-weight-post-write-path": "miles",
     "--custom-async-data-buffer-path": "miles",
+    **dict.fromkeys(
+        ("--model-path", "--dtype", "--host", "--port", "--tp-size", "--json-model-override-args"), "SGLang"
+    ),
+    "--enable-return-routed-experts": "SGLang",
+    "--remote-instance-weight-loader-start-seed-via-transfer-engine": "SGLang",
     "--address": "ray job submit",
     "--runtime-env-json": "ray job submit",
     "--no-deps": "pip",

@@ -53,7 +53,7 @@ def test_gpus_are_dealt_to_trainers_then_engines(monkeypatch: pytest.MonkeyPatch
         (["--rollout-num-gpus", "3", "--rollout-num-gpus-per-engine", "2"], 8, "multiple of"),
         (["--actor-num-nodes", "4", "--actor-num-gpus-per-node", "2"], 8, "9 GPUs are needed, this machine shows 8"),
         (["--actor-num-nodes", "3", "--actor-num-gpus-per-node", "1"], 0, "rollout_batch_size=32 must be a multiple"),
-        (["--colocate"], 0, "colocate=True: .*CUDA IPC.*--rollout-num-gpus"),
+        (["--colocate"], 0, "colocate=True: .*mode=broadcast.*--rollout-num-gpus"),
         (["--lr", "1e-5", "--min-lr", "1e-4"], 0, r"min_lr=0\.0001 is more than lr=1e-05"),
         ([*MOONCAKE, "--mooncake-store-init-kwargs", '{"protocol": "udp"}'], 0, "protocol"),
     ],
