@@ -220,8 +220,10 @@ def _check_cache(config: TrainConfig) -> None:
 
 
 def _check_layout_is_known(config: TrainConfig) -> None:
-    """p2p writes into the engines' memory; the tiny policy is a model whose place there is known."""
-    if config.update_weight_transfer_mode != "p2p" or config.hf_checkpoint is None:
+    """p2p writes into the engines' memory, checksums are of it; of the tiny policy the place there is known."""
+    mode = config.update_weight_transfer_mode
+    needed_by = "update_weight_transfer_mode=p2p" if mode == "p2p" else "check_weight_update_equal=True"
+    if config.hf_checkpoint is None or not (mode == "p2p" or config.check_weight_update_equal):
         return
     from transformers import AutoConfig
 
@@ -235,9 +237,7 @@ def _check_layout_is_known(config: TrainConfig) -> None:
     try:
         Layout(model, config.rollout_num_gpus_per_engine, WEIGHT_DTYPE)
     except ConfigError as error:
-        raise ConfigError(
-            f"update_weight_transfer_mode=p2p with hf_checkpoint={config.hf_checkpoint}: {error}"
-        ) from error
+        raise ConfigError(f"{needed_by} with hf_checkpoint={config.hf_checkpoint}: {error}") from error
 
 
 def _check_packages(config: TrainConfig) -> None:

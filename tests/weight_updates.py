@@ -85,7 +85,7 @@ class _Expecting:
     def add(self, name: str, tensor: torch.Tensor) -> None:
         self._expected.add(name, tensor)
 
-    def check(self, engine: SGLangEngine, _ranks: int) -> int:
+    def check(self, engine: SGLangEngine) -> int:
         return compare(self._expected.checksums(), engine.checksums(), engine.url)
 
 

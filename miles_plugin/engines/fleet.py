@@ -58,6 +58,19 @@ class Member(Protocol):
         """Let go of it; a process of ours is ended."""
 
 
+class External:
+    """An engine that runs without us: it is spoken to, and never ended."""
+
+    def __init__(self, url: str, ranks: int) -> None:
+        self.engine, self.ranks = SGLangEngine(url), ranks
+
+    def check(self, patience: float = 0.0) -> None:
+        """Its processes are not ours to look after; requests show whether it answers."""
+
+    def stop(self) -> None:
+        self.engine.close()
+
+
 class Fleet:
     """The engines of a run. Safe to ask from any thread.
 

@@ -5,6 +5,7 @@ trainers only `BatchRef`s travel.
 """
 
 import logging
+import os
 import random
 import time
 from collections.abc import Hashable, Mapping, Sequence
@@ -16,7 +17,8 @@ from typing import Any
 
 from miles_plugin.arguments import TrainConfig
 from miles_plugin.checkpoint import VERSIONS_LOG
-from miles_plugin.engines.fleet import EngineAddress, Fleet, Left
+from miles_plugin.engines.attach import attached_engines
+from miles_plugin.engines.fleet import EngineAddress, External, Fleet, Left
 from miles_plugin.engines.launch import EngineSpec, start_engines
 from miles_plugin.object_store import open_rollout_store
 from miles_plugin.rollout.advantage import assign_group_advantages, shuffle_rewards
@@ -25,6 +27,7 @@ from miles_plugin.rollout.functions import longest_call
 from miles_plugin.rollout.generate import Sampler
 from miles_plugin.rollout.source import check_same_prompts, open_prompts
 from miles_plugin.version import VersionAuthority
+from miles_plugin.weight_transfer.p2p import protocol_of
 from mooncake_store import BatchRef, StoreUnavailable, batch_digest
 from mooncake_store.bounded import attempts
 from mooncake_store.ledger import Ledger
@@ -88,23 +91,35 @@ class RolloutManager:
         self.begin(shuffled=False)
 
     def start_engines(self, checkpoint: Path, host: str, gpus: Sequence[int]) -> None:
-        """Serve `checkpoint` on `host`; raises EngineError when a server does not come up."""
-        size = self._config.rollout_num_gpus_per_engine
-        started = start_engines(
-            [
-                EngineSpec(
-                    checkpoint,
-                    host,
-                    gpus[index * size : (index + 1) * size],
-                    self._config.seed + index,
-                    self._run_dir / "logs" / f"sglang-{index}.log",
-                    self._config.return_routed_experts,
-                )
-                for index in range(self._config.rollout_num_gpus // size)
-            ]
-        )
-        self._fleet = Fleet(started)
+        """Serve `checkpoint` on `host`, or attach the engines that serve it already.
+
+        Raises:
+            EngineError: a server does not come up.
+            ConfigError: one that runs already is not what the job needs.
+        """
+        if self._config.rollout_external:
+            self._fleet = Fleet([External(url, ranks) for url, ranks in attached_engines(self._config, checkpoint)])
+        else:
+            self._fleet = Fleet(start_engines(self._specs(checkpoint, host, gpus)))
         self._sampler = Sampler(self._config, self._prompts, checkpoint, self._fleet)
+
+    def _specs(self, checkpoint: Path, host: str, gpus: Sequence[int]) -> list[EngineSpec]:
+        config, size = self._config, self._config.rollout_num_gpus_per_engine
+        is_p2p = config.update_weight_transfer_mode == "p2p"
+        protocol = protocol_of(config.mooncake_store_init_kwargs, os.environ) if is_p2p else None
+        return [
+            EngineSpec(
+                checkpoint,
+                host,
+                gpus[index * size : (index + 1) * size],
+                config.seed + index,
+                self._run_dir / "logs" / f"sglang-{index}.log",
+                config.return_routed_experts,
+                cpu_ranks=size,
+                p2p_protocol=protocol,
+            )
+            for index in range(config.rollout_num_gpus // size)
+        ]
 
     def engines(self) -> list[EngineAddress]:
         """All engines: each is offered every weight update."""

@@ -105,8 +105,7 @@ class TrainerActor:
 
         model = self._trainer.model
         if self._updater is None:
-            total = sum(parameter.numel() for parameter in model.parameters()) * WEIGHT_DTYPE.itemsize
-            self._updater = open_updater(self._config, self._run_id, self._host, self._device_type, manager, total)
+            self._updater = open_updater(self._config, model, self._run_id, self._host, self._device_type, manager)
         engines = ray.get(manager.engines.remote()) if self._rank == 0 else ()
         return self._updater.update(lambda: full_parameters(model, WEIGHT_DTYPE), engines)
 

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel
 
 from miles_plugin.arguments import TrainConfig
 from miles_plugin.engines.fleet import Left
+from miles_plugin.engines.sglang import SGLangEngine
 from miles_plugin.rollout.lanes import CONTROL
+from miles_plugin.training.policy import WEIGHT_DTYPE
 from miles_plugin.weight_transfer.broadcast import Broadcaster, Bystander
+from miles_plugin.weight_transfer.equality import Checksum, Expected, checksum_of, compare
+from miles_plugin.weight_transfer.layout import Layout
+from miles_plugin.weight_transfer.p2p import PeerWriter, protocol_of
 from miles_plugin.weight_transfer.ranks import Ranks
 from miles_plugin.weight_transfer.transfer import Transport, Updater
 
@@ -38,29 +47,67 @@ class ManagedVersions:
 
 
 def open_updater(
-    config: TrainConfig, run_id: str, host: str, device_type: str, manager: Any, total_bytes: int
+    config: TrainConfig, model: PreTrainedModel, run_id: str, host: str, device_type: str, manager: Any
 ) -> Updater:
-    """The updater of this trainer rank; collective.
+    """The updater of this trainer rank, as the settings ask for it; collective.
 
     Args:
+        model: what will be sent, for its config and size.
         host: address of this rank's node, reachable from the engines.
-        total_bytes: of all weights.
+        device_type: of trainers and engines: "cuda" or "cpu".
     """
-    group = dist.new_group(backend="gloo", timeout=_RANK_TIMEOUT) if dist.get_world_size() > 1 else None
-    is_first = dist.get_rank() == 0
-    transport: Transport
-    if is_first:
-        backend = "nccl" if device_type == "cuda" else "gloo"
-        transport = Broadcaster(host, f"weights-{run_id}", backend, config.update_weight_buffer_size)
-    else:
-        transport = Bystander()
+    ranks = Ranks(dist.new_group(backend="gloo", timeout=_RANK_TIMEOUT) if dist.get_world_size() > 1 else None)
+    is_first = ranks.rank == 0
+    layout = cache(lambda tp: Layout(model.config, tp, WEIGHT_DTYPE))
+    checksum = checksum_of(device_type) if config.check_weight_update_equal else None
+    total = sum(parameter.numel() for parameter in model.parameters()) * WEIGHT_DTYPE.itemsize
     return Updater(
-        transport,
-        Ranks(group),
+        _transport(config, layout, ranks, run_id, host, device_type),
+        ranks,
         ManagedVersions(manager) if is_first else None,
         config.pause_generation_mode,
-        progress=_Progress(manager, total_bytes) if is_first else None,
+        prove=(lambda: _Proof(layout(config.rollout_num_gpus_per_engine), checksum)) if checksum else None,
+        progress=_Progress(manager, total) if is_first else None,
     )
+
+
+def _transport(
+    config: TrainConfig, layout: Callable[[int], Layout], ranks: Ranks, run_id: str, host: str, device_type: str
+) -> Transport:
+    if config.update_weight_transfer_mode == "p2p":
+        protocol = protocol_of(config.mooncake_store_init_kwargs, os.environ)
+        return PeerWriter(
+            host,
+            ranks.rank,
+            ranks.size,
+            layout,
+            workers=config.p2p_transfer_num_workers,
+            timeout=config.p2p_transfer_timeout,
+            protocol=protocol,
+            device=device_type if protocol == "rdma" else "cpu",
+            device_name=_device_name(config) if protocol == "rdma" else "",
+        )
+    if ranks.rank > 0:
+        return Bystander()
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    return Broadcaster(host, f"weights-{run_id}", backend, config.update_weight_buffer_size)
+
+
+def _device_name(config: TrainConfig) -> str:
+    return str(config.mooncake_store_init_kwargs.get("device_name") or os.environ.get("MOONCAKE_DEVICE", ""))
+
+
+class _Proof:
+    """That engines, which have as many ranks each as the settings say, hold what was sent."""
+
+    def __init__(self, layout: Layout, checksum: Checksum) -> None:
+        self._expected = Expected(layout, checksum)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        self._expected.add(name, tensor)
+
+    def check(self, engine: SGLangEngine) -> int:
+        return compare(self._expected.checksums(), engine.checksums(), engine.url)
 
 
 class _Progress:

@@ -26,6 +26,8 @@ from miles_plugin.weight_transfer.layout import Layout, LayoutMismatch, Placemen
 from miles_plugin.weight_transfer.sources import NamedTensor
 from miles_plugin.weight_transfer.transfer import Bounds, Sent
 from mooncake_store.bounded import bounded
+from mooncake_store.config import rdma_devices
+from mooncake_store.errors import ConfigError
 from mooncake_store.wheel import load_mooncake
 
 PIECE_BYTES = 16 << 20
@@ -281,14 +283,18 @@ def _add(stage: _Stage, peer: _Peer, piece: Piece, here: int) -> None:
         writes.nbytes.append(piece.source.nbytes)
 
 
+def protocol_of(init_kwargs: Mapping[str, Any], environment: Mapping[str, str]) -> str:
+    """ "tcp" or "rdma": what the object store is told, and where nobody says, RDMA if this host has a device."""
+    said = init_kwargs.get("protocol") or environment.get("MOONCAKE_PROTOCOL")
+    return str(said) if said else ("rdma" if rdma_devices() else "tcp")
+
+
 def start_transfer_engine(host: str, protocol: str, device_name: str = "") -> Any:
     """A Transfer Engine of this process.
 
     Raises:
         ConfigError: it does not start, or Mooncake is not installed.
     """
-    from mooncake_store.errors import ConfigError
-
     load_mooncake()
     from mooncake.engine import TransferEngine
 

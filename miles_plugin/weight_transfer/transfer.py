@@ -86,7 +86,7 @@ class Proof(Protocol):
     def add(self, name: str, tensor: torch.Tensor, /) -> None:
         """One more of the weights that are sent."""
 
-    def check(self, engine: SGLangEngine, ranks: int, /) -> int:
+    def check(self, engine: SGLangEngine, /) -> int:
         """Raise EngineError unless `engine` holds all that was added; return how many tensors were compared."""
 
 
@@ -250,9 +250,7 @@ class _Update:
         proof = self._proof
         if proof is None:
             return 0
-        ranks = {address.url: address.ranks for address in self._engines}
-        counts = self._on_each("verify", lambda engine: proof.check(engine, ranks[engine.url]))
-        return min(counts)
+        return min(self._on_each("verify", lambda engine: proof.check(engine)))
 
     def _on_each(self, phase: str, action: Callable[[SGLangEngine], Result]) -> list[Result]:
         """Do one thing on every engine at once; those on which it fails leave. What it returned on the others."""
