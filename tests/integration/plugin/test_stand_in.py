@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -32,9 +33,25 @@ TOKEN_SECONDS = 0.02
 LONG = {"max_new_tokens": 60, "temperature": 0.0}
 
 
+@pytest.fixture(scope="module")
+def shared(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandIn]:
+    log = tmp_path_factory.mktemp("stand_in") / "stand_in.log"
+    running = StandIn(checkpoint, log, token_seconds=TOKEN_SECONDS)
+    yield running
+    running.stop()
+
+
 @pytest.fixture
-def stand_in(checkpoint: Path, tmp_path: Path) -> Iterator[StandIn]:
-    running = StandIn(checkpoint, tmp_path / "stand_in.log", token_seconds=TOKEN_SECONDS, transfer_engine=True)
+def stand_in(shared: StandIn) -> Iterator[StandIn]:
+    """One that stays well, or gets well again: for every test the same."""
+    yield shared
+    shared.clear_faults()
+    shared.engine.resume()
+
+
+@pytest.fixture
+def doomed(checkpoint: Path, tmp_path: Path) -> Iterator[StandIn]:
+    running = StandIn(checkpoint, tmp_path / "stand_in.log")
     yield running
     running.stop()
 
@@ -89,12 +106,13 @@ def idle(engine: SGLangEngine) -> bool:
 
 def test_an_update_goes_through_the_steps_and_is_served(stand_in: StandIn, checkpoint: Path) -> None:
     engine = stand_in.engine
+    before = len(stand_in.calls())
     with broadcasting(engine) as broadcaster:
         for version, mode in ((4, "retract"), (5, "in_place"), (6, "abort")):
             send(broadcaster, constant(checkpoint, float(version)), version, mode)
             assert policy(engine) == [float(version)]
             assert engine.weight_version() == str(version)
-    paths = [call["path"].strip("/") for call in stand_in.calls()]
+    paths = [call["path"].strip("/") for call in stand_in.calls()[before:]]
     begin, end = paths.index("begin_weight_update"), paths.index("end_weight_update")
     assert paths[: begin + 1] == [
         "init_weights_update_group", "pause_generation", "flush_cache", "begin_weight_update"
@@ -152,10 +170,17 @@ def test_an_aborting_pause_ends_what_is_in_flight_and_holds_what_comes(stand_in:
         assert held.result(timeout=30)[0]["meta_info"]["finish_reason"]["type"] == "length"
 
 
-def test_the_transfer_engine_writes_what_is_served(stand_in: StandIn, checkpoint: Path, tmp_path: Path) -> None:
+def test_the_transfer_engine_writes_what_is_served(checkpoint: Path, tmp_path: Path) -> None:
     from mooncake.engine import TransferEngine
 
-    sender = TransferEngine()
+    stand_in = StandIn(checkpoint, tmp_path / "stand_in.log", transfer_engine=True)
+    try:
+        check_transfer(stand_in, TransferEngine(), checkpoint, tmp_path / "reference")
+    finally:
+        stand_in.stop()
+
+
+def check_transfer(stand_in: StandIn, sender: Any, checkpoint: Path, reference: Path) -> None:
     assert sender.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
     session, memory = stand_in.engine.registered_memory(0)
     sources = [torch.full((elements,), 3.0, dtype=torch.bfloat16) for _, elements, _ in memory.values()]
@@ -174,7 +199,6 @@ def test_the_transfer_engine_writes_what_is_served(stand_in: StandIn, checkpoint
             == 0
         )
     assert policy(stand_in.engine) == [3.0]
-    reference = tmp_path / "reference"
     reference.mkdir()
     for name in ("config.json", "tokenizer.json"):
         (reference / name).write_bytes((checkpoint / name).read_bytes())
@@ -203,23 +227,24 @@ def test_a_fault_is_what_the_client_sees_and_the_next_call_is_well(
     if when == "after":  # it took effect
         engine.end_update()
     engine.begin_update()
+    engine.end_update()
 
 
 def test_a_killed_engine_is_gone_and_one_at_its_address_is_new(
-    stand_in: StandIn, checkpoint: Path, tmp_path: Path
+    doomed: StandIn, checkpoint: Path, tmp_path: Path
 ) -> None:
-    engine = stand_in.engine
+    engine = doomed.engine
     with broadcasting(engine) as broadcaster:
-        stand_in.fault(BUCKET, "die", after=2, when="during")
+        doomed.fault(BUCKET, "die", after=2, when="during")
         with pytest.raises((EngineError, RuntimeError)):
             send(broadcaster, constant(checkpoint, 2.0), 2)
-    eventually(lambda: stand_in.process.exit_status() == 128 + signal.SIGKILL)
+    eventually(lambda: doomed.process.exit_status() == 128 + signal.SIGKILL)
     assert not engine.ready()
-    port = int(stand_in.url.rpartition(":")[2])
+    port = int(doomed.url.rpartition(":")[2])
     again = StandIn(checkpoint, tmp_path / "stand_in.log", port=port)
     try:
         assert engine.weight_version() == "default"
-        assert (again.url, again.pid != stand_in.pid) == (stand_in.url, True)
+        assert (again.url, again.pid != doomed.pid) == (doomed.url, True)
     finally:
         again.stop()
 
@@ -282,18 +307,16 @@ def test_the_stand_in_needs_no_sglang() -> None:
         "import miles_plugin.engines.stand_in.__main__, sys;"
         "assert not any(name.partition('.')[0] == 'sglang' for name in sys.modules)"
     )
-    import subprocess
-
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # What follows compares it with the real thing.
 
 _DEAD_SENDER = """
-import sys, time, torch
-from miles_plugin.weight_transfer.broadcast import _join_as_root
-_join_as_root("127.0.0.1", int(sys.argv[1]), 2, "parity", "gloo")
-print("joined", flush=True)
+import sys, time
+from datetime import timedelta
+from miles_plugin.engines.stand_in.group import WeightsGroup
+member = WeightsGroup("127.0.0.1", int(sys.argv[1]), 0, 1, 2, "parity", timedelta(seconds=60))
 time.sleep(600)
 """
 
@@ -365,7 +388,7 @@ class Script:
 
     def pauses(self) -> None:
         for number, mode in enumerate(("in_place", "retract", "abort")):
-            job = in_flight(self._engine, {"max_new_tokens": 300, "temperature": 0.0})
+            job = in_flight(self._engine, {"max_new_tokens": 150, "temperature": 0.0})
             self.ask("/pause_generation", {"mode": mode})
             self.ask("/pause_generation", {"mode": mode}, label=f"{mode} twice")
             self.ask("/flush_cache", label=f"flush, paused {mode}")
@@ -375,10 +398,10 @@ class Script:
             self.ask("/continue_generation", {})
             self.finish(f"in flight, paused {mode}", job)
             self._http.post("/flush_cache", params={"timeout": 10.0}).raise_for_status()
-        job = in_flight(self._engine, {"max_new_tokens": 300, "temperature": 0.0})
+        job = in_flight(self._engine, {"max_new_tokens": 150, "temperature": 0.0})
         self.ask("/update_weight_version", {"new_version": "aborting"})
         self.finish("stamped, with all aborted", job)
-        job = in_flight(self._engine, {"max_new_tokens": 300, "temperature": 0.0})
+        job = in_flight(self._engine, {"max_new_tokens": 150, "temperature": 0.0})
         self.ask("/pause_generation", {"mode": "retract"})
         self.ask("/update_weight_version", {"new_version": "aborting, paused"})
         (response,) = job.result(timeout=60)

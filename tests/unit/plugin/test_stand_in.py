@@ -3,6 +3,8 @@
 import hashlib
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,14 @@ from hypothesis import strategies as st
 
 from miles_plugin.engines.stand_in.admission import Admission
 from miles_plugin.engines.stand_in.faults import Calls, Fault, FaultDrop, Faults, FaultStatus, striker, without_bulk
+from miles_plugin.engines.stand_in.group import WeightsGroup
 from miles_plugin.engines.stand_in.scheduler import Latency, Request, Scheduler
 from miles_plugin.engines.stand_in.spans import Spans
 from miles_plugin.engines.stand_in.tokens import TokenSource
 from miles_plugin.engines.stand_in.weights import State, Weights, read_checkpoint
 from miles_plugin.training.tiny_policy import build_model, build_tokenizer, save_checkpoint
 from mooncake_store.errors import ConfigError
+from mooncake_store.process import free_ports
 
 FIRST, SECOND = State("first", (1.0,)), State("second", (2.0,))
 # Longer than any test: what happens within one does not depend on how fast it runs.
@@ -169,6 +173,24 @@ def test_nobody_ends_the_pause_of_an_update() -> None:
         assert not admission._pause.acquire(blocking=False)
     with admission.update(hold_pause=False):
         assert admission._pause.acquire(blocking=False)
+
+
+def test_a_group_whose_sender_never_comes_is_given_up() -> None:
+    (port,) = free_ports(1)
+    with pytest.raises(RuntimeError):
+        WeightsGroup("127.0.0.1", port, 1, 2, 3, "nobody", timedelta(seconds=0.2))
+
+
+def test_ranks_of_one_process_receive_what_rank_0_sends() -> None:
+    (port,) = free_ports(1)
+    with ThreadPoolExecutor(2) as pool:
+        root, ranks = pool.map(
+            lambda member: WeightsGroup("127.0.0.1", port, *member, 3, "all", timedelta(seconds=60)), [(0, 1), (1, 2)]
+        )
+        received = torch.zeros(5, dtype=torch.int64)
+        for job in [pool.submit(root.receive, torch.arange(5)), pool.submit(ranks.receive, received)]:
+            job.result()
+    assert received.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_weights_say_when_they_are_torn(checkpoint: Path) -> None:
