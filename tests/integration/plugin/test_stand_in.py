@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from miles_plugin.engines.launch import RunningEngine
 from miles_plugin.engines.sglang import EngineError, SGLangEngine
+from miles_plugin.engines.stand_in.group import WeightsGroup
 from miles_plugin.engines.stand_in.process import StandIn
 from miles_plugin.rollout.sample import Sample
 from miles_plugin.weight_transfer.broadcast import Broadcaster, EngineRanks
@@ -133,6 +135,34 @@ def test_several_ranks_get_one_broadcast(checkpoint: Path, tmp_path: Path) -> No
         assert first == second  # each holds constants of the same shapes
     finally:
         stand_in.stop()
+
+
+def test_tensors_may_come_one_by_one_and_late(stand_in: StandIn, checkpoint: Path) -> None:
+    engine = stand_in.engine
+    weights = constant(checkpoint, 9.0)
+    body = {
+        "names": [name for name, _ in weights],
+        "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in weights],
+        "shapes": [list(tensor.shape) for _, tensor in weights],
+        "group_name": "plain",
+        "weight_version": "nine",
+    }
+    (port,) = free_ports(1)
+    stand_in.fault(BUCKET, "delay", seconds=0.2)
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(engine.init_weights_group, "127.0.0.1", port, 1, 2, "plain", "gloo")
+        sender = WeightsGroup("127.0.0.1", port, 0, 1, 2, "plain", timedelta(seconds=60))
+        joining.result()
+        engine.begin_update()
+        loading = pool.submit(httpx.post, f"{stand_in.url}{BUCKET}", json=body, timeout=60.0)
+        for _, tensor in weights:
+            sender.receive(tensor)  # a broadcast, which rank 0 sends
+        assert loading.result().json()["message"].endswith("Weight version updated to nine.")
+    engine.end_update()
+    engine.destroy_weights_group("plain")
+    assert (policy(engine), engine.weight_version()) == ([9.0], "nine")
+    (call,) = [call for call in stand_in.calls() if call["path"] == BUCKET and "weight_version" in call["body"]]
+    assert call["ended"] - call["began"] >= 0.2
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])

@@ -111,7 +111,7 @@ def test_tokens_follow_from_prompt_and_seed_and_never_end_the_response(checkpoin
     tokens, log_probs = source.response([1, 2], 0, 2000)
     assert source.response([1, 2], 0, 2000) == (tokens, log_probs)
     assert source.response([1, 2], 0, 20) == (tokens[:20], log_probs[:20])
-    assert source.response([1, 2], 1, 20) != source.response([1], 0, 20) != source.response([1, 2], 0, 20)
+    assert source.response([1, 2], 1, 2000) != (tokens, log_probs) != source.response([1], 0, 2000)
     assert 0 not in tokens
     assert max(log_probs) <= 0.0
     assert source.decode(source.encode("3+4=")) == "3+4="
@@ -133,6 +133,18 @@ def test_tokens_keep_what_they_were_made_under() -> None:
     assert list(request.versions) == [("default", 0, 1), ("7", 1, 2)]
     assert list(request.weights) == [(FIRST, 0, 1), (SECOND, 1, 2)]
     assert request.ended == "aborted"
+
+
+def test_tokens_that_were_due_before_new_weights_are_made_by_the_old() -> None:
+    now = [FIRST]
+    scheduler = Scheduler(Latency(prefill=NEVER), "default", lambda: now[0])
+    request = Request(wanted=2)
+    scheduler.submit(request)
+    with scheduler._changed:  # the scheduler's own thread has no time to make it
+        request.due = 0.0
+        with scheduler.exclusive():
+            now[0] = SECOND
+    assert list(request.weights) == [(FIRST, 0, 2)]
 
 
 def test_a_retracted_request_can_be_flushed_aborted_or_resumed() -> None:
@@ -205,6 +217,11 @@ def test_weights_say_when_they_are_torn(checkpoint: Path) -> None:
     )
     assert (whole.policy, halfway[0].policy, weights.state().policy) == ((1.0,), (1.0, 2.0), (2.0,))
     assert len({whole.digest, halfway[0].digest, weights.state().digest}) == 3
+    name, tensor = max(loaded, key=lambda each: each[1].numel())
+    tensor = torch.full_like(tensor, 2.0)
+    tensor.view(-1)[-1] = 3.0
+    weights.load([(name, tensor)])
+    assert weights.state().policy == (2.0, 3.0)
 
 
 def test_ranks_hold_their_parts_and_padding_is_no_policy(tmp_path: Path) -> None:
