@@ -285,8 +285,8 @@ def test_a_server_that_answers_drop_by_drop_holds_nobody(checkpoint: Path, monke
 
 @pytest.mark.parametrize(
     "address",
-    ["127.0.0.1", "127.0.0.1:", ":30000", "127.0.0.1:0", "127.0.0.1:65536", "127.0.0.1:a", "127.0.0.1:-1", "127.0.0.1:\u0663",
-     "http://127.0.0.1:30000", "[::1]", "::1", "[::1:3", "a b:1", "h:1;h:2", ""],
+    ["127.0.0.1", "127.0.0.1:", ":30000", "127.0.0.1:0", "127.0.0.1:65536", "127.0.0.1:a", "127.0.0.1:-1",
+     "127.0.0.1:\u0663", "http://127.0.0.1:30000", "[::1]", "::1", "[::1:3", "a b:1", "h:1;h:2", ""],
 )  # fmt: skip
 def test_an_address_of_another_form_is_refused(address: str, checkpoint: Path) -> None:
     assert "is not host:port with a port of 1 to 65535" in refusal([address], Expected(checkpoint, 1))
