@@ -208,6 +208,11 @@ class CheckpointArguments(BaseModel):
         description="directory of checkpoints to resume from, the newest one; when it is also --save and still empty, "
         "the job starts from the beginning",
     )
+    takeover: bool = Field(
+        False,
+        description="take --save over from a job that still runs, or that cannot be told to have ended: it can "
+        "update and save no more",
+    )
 
 
 class TrackingArguments(BaseModel):

@@ -43,6 +43,7 @@ class TrainerActor:
         self._opened: ObjectStore | None = None
         self._loaded: Trainer | None = None
         self._broadcaster: Broadcaster | None = None
+        self._name = f"{run_id}/trainer-{rank}@{host}:{os.getpid()}"
 
     def open_store(self, master: str | None) -> list[str]:
         """Join the store; returns the node's RDMA devices. Local rank 0 starts a segment holder where none serves.
@@ -117,13 +118,15 @@ class TrainerActor:
             for _ in tensors:  # the other ranks take part in each gather
                 pass
             return None
+        ray.get(manager.register_trainer.remote(self._name))
         update = update_weights(
             self._broadcaster,
             buckets(tensors, self._config.update_weight_buffer_size),
-            version=ray.get(manager.allocate_version.remote()),
+            version=ray.get(manager.allocate_version.remote(self._name)),
             pause_mode=self._config.pause_generation_mode,
-            announce=lambda version: ray.get(manager.announce_version.remote(version)),
+            announce=lambda version: ray.get(manager.announce_version.remote(version, self._name)),
         )
+        ray.get(manager.commit_version.remote(update.version, self._name))
         return {"version": update.version, "nbytes": update.nbytes, "seconds": update.seconds}
 
     def _acknowledge(self, key: str, manager: Any) -> None:
