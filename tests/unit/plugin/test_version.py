@@ -5,9 +5,12 @@ import json
 import os
 import pickle
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -292,8 +295,6 @@ def test_a_heartbeat_changes_until_it_is_stopped_or_removed(tmp_path: Path, monk
 
 
 def start_beating(path: Path) -> list[Any]:
-    import threading
-
     before = set(threading.enumerate())
     start_beating.kept = version_owner.Heartbeat(path)  # type: ignore[attr-defined]
     return [thread for thread in threading.enumerate() if thread not in before]
@@ -338,13 +339,14 @@ def test_a_writer_that_slept_while_others_wrote_is_fenced(
 
         def link(*paths: Path) -> None:
             write_meanwhile()
-            os.link(*paths)
+            os.link(*paths)  # the real one again
 
-        monkeypatch.setattr(version_log.os, "link", link)
+        monkeypatch.setattr(os, "link", link)
     else:
+        original = durable.sync_directory
 
         def sync(directory: Path) -> None:
-            durable.sync_directory(directory)
+            original(directory)
             write_meanwhile()
 
         monkeypatch.setattr(version_log.durable, "sync_directory", sync)
@@ -401,7 +403,7 @@ def test_a_first_answer_that_a_network_file_system_lost_is_no_refusal(
         link(*paths)
         link(*paths)
 
-    monkeypatch.setattr(version_log.os, "link", repeated)
+    monkeypatch.setattr(os, "link", repeated)
     assert [versions.allocate(TRAINER) for _ in range(3)] == [0, 1, 2]
     assert len(list((tmp_path / "versions").glob("*.json"))) == 5
 
@@ -458,7 +460,7 @@ def test_a_directory_that_cannot_be_used_is_refused_at_the_start(
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(code, os.strerror(code))
 
-    for owner, name in ((Path, "mkdir"), (durable, "write"), (version_log.os, "link"), (durable, "sync_directory")):
+    for owner, name in ((Path, "mkdir"), (durable, "write"), (os, "link"), (durable, "sync_directory")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, fail)
             with pytest.raises(ConfigError, match=rf"{tmp_path}/{name}: {os.strerror(code)}.*save to a directory"):
@@ -472,8 +474,6 @@ def test_a_directory_that_cannot_be_used_is_refused_at_the_start(
 
 class Failing:
     """Lets the calls that reach the file system fail from the `survives`-th on, when armed."""
-
-    NAMES = ("open", "write", "fsync", "link", "listdir")
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left = -1
@@ -528,7 +528,7 @@ def test_a_full_disk_promises_nothing_and_the_next_call_goes_on(
         if method == "commit":
             assert versions.committed == number
         assert not list((tmp_path / "versions").glob("*.partial"))
-    assert points == (1 if method == "verify" else 5), "the test knows every call"
+    assert points == (2 if method == "verify" else 6), "the calls that the test lets fail in turn"
     versions.close()
 
 
@@ -544,19 +544,31 @@ def run_processes(command: str, *arguments: object) -> str:
     return done.stdout
 
 
+def directory_in_memory() -> Path:
+    """Processes die and race there as on a disk, and a thousand times in seconds."""
+    return Path(tempfile.mkdtemp(prefix="versions-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    directory = directory_in_memory()
+    yield directory
+    shutil.rmtree(directory)
+
+
 @pytest.mark.parametrize("moment", ["first", "later"])
-def test_a_kill_between_any_two_lines_loses_nothing_that_was_told(moment: str, tmp_path: Path) -> None:
+def test_a_kill_between_any_two_lines_loses_nothing_that_was_told(moment: str, memory: Path) -> None:
     """SIGKILL at each line of the log's and the authority's code in turn, from opening to leaving."""
-    points = int(run_processes("crash", moment, tmp_path))
+    points = int(run_processes("crash", moment, memory))
     assert points > 200
 
 
-def test_processes_that_take_over_from_each_other_get_distinct_numbers(tmp_path: Path) -> None:
-    numbers = [int(line) for line in run_processes("storm", tmp_path / "versions", 8, 200).split()]
+def test_processes_that_take_over_from_each_other_get_distinct_numbers(memory: Path) -> None:
+    numbers = [int(line) for line in run_processes("storm", memory / "versions", 8, 200).split()]
     assert len(numbers) == 8 * 200
     assert len(set(numbers)) == len(numbers)
-    assert newest_version(tmp_path / "versions") >= max(numbers)
-    assert not list((tmp_path / "versions").glob("*.partial"))
+    assert newest_version(memory / "versions") >= max(numbers)
+    assert not list((memory / "versions").glob("*.partial"))
 
 
 def test_an_owner_that_was_stopped_is_alive_and_fenced_when_it_wakes(tmp_path: Path, impatient: None) -> None:
@@ -593,21 +605,17 @@ class Owners(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        import tempfile
-
-        self.directory = Path(tempfile.mkdtemp(prefix="versions-")) / "versions"
+        self.directory = directory_in_memory() / "versions"
         self.opened: list[VersionAuthority] = []
         self.owner: VersionAuthority | None = None
         self.trainer: str | None = None
         self.allocated: list[int] = []
         self.announced: list[int] = []
         self.committed: list[int] = []
-        self.appended = 0
+        self.appended = -1
         self.leaped = -1
 
     def teardown(self) -> None:
-        import shutil
-
         for each in self.opened:
             each._heartbeat.stop()
         shutil.rmtree(self.directory.parent)
@@ -715,7 +723,7 @@ class Owners(RuleBasedStateMachine):
     def nothing_steps_back_and_only_the_owner_writes(self) -> None:
         index, record = self.log()
         assert index >= self.appended
-        self.appended = max(index, 0)
+        self.appended = index
         assert record.newest == max([*self.allocated, self.leaped], default=-1)
         assert record.current == max(self.announced, default=None)
         assert record.committed == max(self.committed, default=None)
@@ -724,7 +732,7 @@ class Owners(RuleBasedStateMachine):
         assert record.trainer == self.trainer
 
 
-class fenced_unless:  # noqa: N801
+class fenced_unless:
     """Passes over VersionFenced, which must not be raised when `allowed`."""
 
     def __init__(self, allowed: bool) -> None:
@@ -741,7 +749,5 @@ class fenced_unless:  # noqa: N801
 
 
 @pytest.mark.usefixtures("impatient")
-class TestOwners(Owners.TestCase):  # type: ignore[name-defined,misc]
-    settings = settings(
-        max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-    )
+class TestOwners(Owners.TestCase):  # type: ignore[misc,valid-type]
+    settings = settings(max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
