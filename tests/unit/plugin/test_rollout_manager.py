@@ -135,7 +135,7 @@ def test_a_job_that_was_taken_over_saves_and_updates_no_more(
     first.state()
     second, _ = make("--task", "chain_sum", "--save", saved, "--takeover")
     for call in (first.state, lambda: first.allocate_version("trainer"), lambda: first.announce_version(0, "trainer")):
-        with pytest.raises(VersionFenced, match="run run, process .* took over"):
+        with pytest.raises(VersionFenced, match=r"run run, process .* took over"):
             call()
     second.register_trainer("trainer")
     assert second.allocate_version("trainer") == 1

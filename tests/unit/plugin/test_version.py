@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from miles_plugin import durable, version, version_log, version_owner
+from miles_plugin import durable, version, version_owner
 from miles_plugin.version import VersionAuthority, VersionFenced, WriterRefused, newest_version
 from miles_plugin.version_log import KEPT, Record, VersionLog, VersionsUnavailable
 from miles_plugin.version_owner import Owner
@@ -270,7 +271,7 @@ def test_an_owner_that_goes_on_writing_while_it_is_watched_is_watched_anew(
         if next(looks, None) is not None:
             first.register_trainer(f"trainer-{os.urandom(2).hex()}", takeover=True)
 
-    monkeypatch.setattr(version.time, "sleep", sleep)
+    monkeypatch.setattr(time, "sleep", sleep)
     versions = open_versions(tmp_path / "versions", "second")
     assert next(looks, None) is None
     assert sum(record["event"].startswith("register") for record in records(tmp_path / "versions")) == 5
@@ -349,7 +350,7 @@ def test_a_writer_that_slept_while_others_wrote_is_fenced(
             original(directory)
             write_meanwhile()
 
-        monkeypatch.setattr(version_log.durable, "sync_directory", sync)
+        monkeypatch.setattr(durable, "sync_directory", sync)
     try:
         number = sleeper.allocate(TRAINER)
     except VersionFenced:
@@ -498,7 +499,7 @@ def test_a_full_disk_promises_nothing_and_the_next_call_goes_on(
     failing = Failing(monkeypatch)
     versions = open_versions(tmp_path / "versions")
     versions.register_trainer(TRAINER)
-    points = 0
+    said: list[str] = []
     for survives in range(100):
         update(versions)
         number = versions.allocate(TRAINER)
@@ -516,10 +517,10 @@ def test_a_full_disk_promises_nothing_and_the_next_call_goes_on(
             calls[method]()
             break
         except VersionsUnavailable as error:
-            assert "No space left on device; nothing was promised" in str(error)
-            points += 1
+            said.append(str(error))
         finally:
             failing.left = -1
+        assert "No space left on device; nothing was promised" in said[-1]
         assert (versions.newest, versions.current, versions.committed) == before
         calls[method]()
         assert versions.newest >= number + (method == "allocate")
@@ -528,7 +529,7 @@ def test_a_full_disk_promises_nothing_and_the_next_call_goes_on(
         if method == "commit":
             assert versions.committed == number
         assert not list((tmp_path / "versions").glob("*.partial"))
-    assert points == (2 if method == "verify" else 6), "the calls that the test lets fail in turn"
+    assert len(said) == (2 if method == "verify" else 6), "the calls that the test lets fail in turn"
     versions.close()
 
 

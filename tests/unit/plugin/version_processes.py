@@ -7,7 +7,6 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -36,8 +35,13 @@ def kill_at_line(survives: int) -> None:
     sys.settrace(trace)
 
 
-def one_life(directory: Path, tell: Callable[[str, int], None]) -> None:
+def one_life(directory: Path, told: Path) -> None:
     """Open, update, leave; what has returned is told."""
+
+    def tell(name: str, number: int) -> None:
+        with told.open("a") as file:
+            print(json.dumps([name, number]), file=file)
+
     versions = VersionAuthority(directory, Owner.here("run"))
     versions.register_trainer("trainer")
     number = versions.allocate("trainer")
@@ -66,9 +70,8 @@ def crash(moment: str, root: Path) -> None:
         told_path.write_text("")
         child = os.fork()
         if child == 0:
-            with told_path.open("a", buffering=1) as told:
-                kill_at_line(survives)
-                one_life(directory / "versions", lambda *what: print(json.dumps(what), file=told))
+            kill_at_line(survives)
+            one_life(directory / "versions", told_path)
             os._exit(0)
         _, status = os.waitpid(child, 0)
         told = dict(json.loads(line) for line in told_path.read_text().splitlines())
