@@ -57,6 +57,11 @@ class LayoutArguments(BaseModel):
         description="a Ray cluster that is there already, as HOST:PORT or auto: its nodes offer the resources "
         "rollout_node and trainer_node_0, ...; default: a local one that ends with the job",
     )
+    pin_rollout_manager_to_head: bool = Field(
+        False,
+        description="the rollout manager runs on Ray's head node, whose address is stable in many clusters; engines "
+        "that the job starts are where it is, so that node has to offer rollout_node",
+    )
     colocate: bool = Field(False, description="trainers and engines on the same GPUs: not supported, and refused")
 
     @property

@@ -45,7 +45,9 @@ def check(config: TrainConfig) -> Plan:
                 f"mooncake_master and name it (master_server_address, or {MASTER_VARIABLE})"
             )
         ranks = [config.actor_num_gpus_per_node] * config.actor_num_nodes
-        return Plan(own_master, *find_nodes(config.ray_address, ranks, config.rollout_num_gpus), resume)
+        engine_gpus = 0 if getattr(config, "rollout_external", False) else config.rollout_num_gpus
+        nodes = find_nodes(config.ray_address, ranks, engine_gpus, config.pin_rollout_manager_to_head)
+        return Plan(own_master, *nodes, resume)
     gpus = _visible_gpus()
     needed = config.world_size + config.rollout_num_gpus
     if gpus and len(gpus) < needed:
