@@ -303,13 +303,11 @@ def _manager(config: TrainConfig, plan: Plan, directory: Path) -> Part:
 
     # In a local cluster the rollout node is the head. In another one, a head that starts no engines offers only itself.
     on_head = config.ray_address and config.pin_rollout_manager_to_head and getattr(config, "rollout_external", False)
-    where = HEAD_RESOURCE if on_head else ROLLOUT_NODE
+    resources = {HEAD_RESOURCE: 0.001} if on_head else {ROLLOUT_NODE: 1}
     log = directory / "logs" / "rollout-manager.log"
     actor = (
         ray.remote(concurrency_groups={_CONTROL: 1, ACKNOWLEDGE: 1})(RolloutManagerActor)
-        .options(
-            resources={where: 1 if where == ROLLOUT_NODE else 0.001}, num_cpus=1, num_gpus=len(plan.rollout_node.gpus)
-        )
+        .options(resources=resources, num_cpus=1, num_gpus=len(plan.rollout_node.gpus))
         .remote(log)
     )
     return Part("the rollout manager", actor, log)
