@@ -278,6 +278,15 @@ def test_an_owner_that_goes_on_writing_while_it_is_watched_is_watched_anew(
     versions.verify_owned()
 
 
+def test_an_owner_that_leaves_while_it_is_watched_lets_the_next_one_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, impatient: None
+) -> None:
+    monkeypatch.setattr(version, "ENDING_SECONDS", 1.0)
+    first = open_versions(tmp_path / "versions", "first")
+    monkeypatch.setattr(time, "sleep", lambda _seconds: first.close())
+    open_versions(tmp_path / "versions", "second").verify_owned()
+
+
 def test_a_heartbeat_changes_until_it_is_stopped_or_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(version_owner, "BEAT_SECONDS", 0.001)
     path = tmp_path / "beat"
