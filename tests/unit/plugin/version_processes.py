@@ -1,4 +1,4 @@
-"""What test_version.py runs in processes of its own: `python -m tests.unit.plugin.version_processes COMMAND ...`."""
+"""Commands that test_version_processes.py runs: `python -m tests.unit.plugin.version_processes COMMAND ...`."""
 
 import json
 import os
