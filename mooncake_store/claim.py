@@ -38,7 +38,7 @@ GIVE_UP_SECONDS = 60.0  # with a store that stalls while runs are watched
 
 
 class Claimant(msgspec.Struct, frozen=True):
-    """The process that owns a run.
+    """The process that owns something: a run's objects, or its policy versions.
 
     Attributes:
         token: 32 hex digits, of this claim alone.
@@ -50,6 +50,12 @@ class Claimant(msgspec.Struct, frozen=True):
     host: str
     pid: int
     process: str = ""
+
+    @classmethod
+    def here(cls) -> Claimant:
+        """This process, with a new token."""
+        pid = os.getpid()
+        return cls(uuid.uuid4().hex, socket.gethostname(), pid, _identity(pid))
 
     def __str__(self) -> str:
         return f"process {self.pid} of {self.host}"
@@ -213,8 +219,7 @@ class RunClaim:
 
     def __init__(self, client: MooncakeClient, records: Records, run_id: str) -> None:
         self._client, self._records, self._run_id = client, records, run_id
-        pid = os.getpid()
-        self._mine = Claimant(uuid.uuid4().hex, socket.gethostname(), pid, _identity(pid))
+        self._mine = Claimant.here()
         self._lock = threading.RLock()  # a signal handler may close the store in the midst of `take`
         self._held = self._released = False
         self._lost: Claimant | None = None
