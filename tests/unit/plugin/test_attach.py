@@ -378,7 +378,9 @@ def test_a_loopback_address_means_nothing_to_other_hosts(checkpoint: Path, monke
     nodes = NodeSpec(1, host="10.0.0.1"), [NodeSpec(2, host="10.0.0.2")]
     asked: list[int] = []
 
-    def find_nodes(_address: str, _world: list[int], engine_gpus: int) -> tuple[NodeSpec, list[NodeSpec]]:
+    def find_nodes(
+        _address: str, _world: list[int], engine_gpus: int, _on_head: bool
+    ) -> tuple[NodeSpec, list[NodeSpec]]:
         asked.append(engine_gpus)
         return nodes
 

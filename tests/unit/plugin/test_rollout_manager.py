@@ -114,7 +114,7 @@ def test_the_manager_knows_a_version_before_it_asks_for_a_rollout_with_it(
     assert manager.generate(1).weight_version is None
     manager.announce_version(0, "first")
     assert manager.generate(2).weight_version == 0
-    manager.commit_version(0, "first")
+    manager.commit_version(0, "first", ["http://127.0.0.1:1", "http://127.0.0.1:2"], [])
     assert manager.continue_versions(4) == 4
     assert manager.generate(3).weight_version == manager.current_version() == 0
     with pytest.raises(WriterRefused):
