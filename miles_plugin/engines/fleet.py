@@ -22,7 +22,7 @@ _ANSWER_SECONDS = 10.0
 class EngineAddress:
     """Where an engine is, and how many ranks it has (its tensor-parallel size).
 
-    life: how often it left the rotation. What was agreed with it in an earlier life, e.g. a process group, may be gone.
+    life: how often it failed. What was agreed with it in an earlier life, e.g. a process group, may be gone.
     """
 
     url: str
@@ -97,7 +97,8 @@ class Fleet:
         outside = dict(self._outside)
         engines = [member.engine for url, member in list(self._members.items()) if url not in outside]
         if not engines:
-            raise EngineError("no engine is in rotation: " + "; ".join(map(str, outside.values())))
+            reasons = "; ".join(map(str, outside.values())) or "the run has none"
+            raise EngineError(f"no engine is in rotation: {reasons}")
         return engines
 
     def outside(self) -> list[Left]:
@@ -107,7 +108,7 @@ class Fleet:
     def leave(self, left: Left) -> None:
         """Take an engine out of rotation until it has confirmed an update."""
         if left.url in self._members:
-            self._lives[left.url] += left.url not in self._outside
+            self._lives[left.url] += 1
             self._outside = {**self._outside, left.url: left}
 
     def updated(self, version: int, confirmed: Sequence[str], left: Sequence[Left]) -> None:
