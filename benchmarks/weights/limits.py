@@ -19,10 +19,12 @@ from benchmarks.weights.trainer import HOST
 from miles_plugin.engines.fleet import EngineAddress
 from miles_plugin.engines.sglang import SGLangEngine
 from miles_plugin.weight_transfer.equality import compare
-from miles_plugin.weight_transfer.p2p import start_transfer_engine
+from miles_plugin.weight_transfer.p2p import PIECE_BYTES, start_transfer_engine
 
 _TIMEOUT = timedelta(minutes=5)
-_CHUNK = 1 << 20
+_CHUNK, _ALIGNMENT = 1 << 20, 64
+# How raw bytes are written: calls at a time to each rank of an engine, and bytes of an entry of a call at most.
+FORMS = {"one entry": (1, 1 << 62), "pieces": (1, PIECE_BYTES), "two calls": (2, PIECE_BYTES), "four calls": (4, PIECE_BYTES)}
 
 
 class _Target(NamedTuple):
@@ -53,7 +55,7 @@ class Near:
         torch.set_num_threads(1)
         self._nbytes = nbytes
         self._memory = random_bytes(-(-nbytes // _CHUNK) * _CHUNK + _CHUNK)  # an engine has gaps between its parameters
-        self._copy = np.zeros(nbytes, np.uint8)
+        self._copy = self._memory[:nbytes].copy()  # so that its pages are there
         self._engine = start_transfer_engine(HOST, "tcp")
         if self._engine.register_memory(self._memory.ctypes.data, self._memory.size) != 0:
             raise RuntimeError(f"the Transfer Engine refused to register {self._memory.size} bytes")
@@ -65,23 +67,23 @@ class Near:
         flip(self._memory, turn)
         return _digest(self._memory[: self._nbytes])
 
-    def write(self, engines: Sequence[EngineAddress], calls: int) -> float:
-        """Seconds to write into the memory of every engine rank from one buffer, in so many calls at once for each."""
-        parts = [
-            (target.session, first, target.begin + first, min(step, target.nbytes - first))
-            for engine in engines
-            for target in self._of(engine)
-            for step in [-(-target.nbytes // (calls * 64)) * 64]
-            for first in range(0, target.nbytes, step)
-        ]
+    def write(self, engines: Sequence[EngineAddress], form: str) -> float:
+        """Seconds to write into the memory of every engine rank from one buffer; see `FORMS`."""
+        calls, piece_bytes = FORMS[form]
         here = self._memory.ctypes.data
-
-        def write(session: str, offset: int, there: int, nbytes: int) -> int:
-            return int(self._engine.batch_transfer_sync_write(session, [here + offset], [there], [nbytes]))
-
-        with ThreadPoolExecutor(len(parts)) as pool:
+        jobs: list[tuple[str, list[int], list[int], list[int]]] = []
+        for target in (target for engine in engines for target in self._of(engine)):
+            nbytes = target.nbytes
+            step = min(piece_bytes, -(-nbytes // (calls * _ALIGNMENT)) * _ALIGNMENT)
+            offsets = list(range(0, nbytes, step))
+            for part in np.array_split(np.array(offsets), calls):
+                begins = [int(offset) for offset in part]
+                sizes = [min(step, nbytes - begin) for begin in begins]
+                there = [target.begin + begin for begin in begins]
+                jobs.append((target.session, [here + begin for begin in begins], there, sizes))
+        with ThreadPoolExecutor(len(jobs)) as pool:
             began = time.perf_counter()
-            codes = list(pool.map(lambda part: write(*part), parts))
+            codes = list(pool.map(lambda job: int(self._engine.batch_transfer_sync_write(*job)), jobs))
             took = time.perf_counter() - began
         if any(codes):
             raise RuntimeError(f"batch_transfer_sync_write answered {codes}")
@@ -141,7 +143,7 @@ class Far:
 
     def __init__(self, nbytes: int, port: int) -> None:
         torch.set_num_threads(1)
-        self._memory = torch.zeros(nbytes, dtype=torch.uint8)
+        self._memory = torch.full((nbytes,), 1, dtype=torch.uint8)  # so that its pages are there
         self._server = socket.create_server((HOST, 0))
         dist.init_process_group("gloo", init_method=f"tcp://{HOST}:{port}", rank=1, world_size=2, timeout=_TIMEOUT)
 
