@@ -22,9 +22,9 @@ from miles_plugin.weight_transfer.equality import compare
 from miles_plugin.weight_transfer.p2p import PIECE_BYTES, start_transfer_engine
 
 _TIMEOUT = timedelta(minutes=5)
-_CHUNK, _ALIGNMENT = 1 << 20, 64
-# How raw bytes are written: calls at a time to each rank of an engine, and bytes of an entry of a call at most.
-FORMS = {"one entry": (1, 1 << 62), "pieces": (1, PIECE_BYTES), "two calls": (2, PIECE_BYTES), "four calls": (4, PIECE_BYTES)}
+_CHUNK = 1 << 20
+# How raw bytes are written, in one call to each rank of an engine: the bytes of one of its entries.
+FORMS = {"one entry": 1 << 62, "pieces": PIECE_BYTES}
 
 
 class _Target(NamedTuple):
@@ -69,18 +69,14 @@ class Near:
 
     def write(self, engines: Sequence[EngineAddress], form: str) -> float:
         """Seconds to write into the memory of every engine rank from one buffer; see `FORMS`."""
-        calls, piece_bytes = FORMS[form]
-        here = self._memory.ctypes.data
-        jobs: list[tuple[str, list[int], list[int], list[int]]] = []
+        here, step = self._memory.ctypes.data, FORMS[form]
+        jobs = []
         for target in (target for engine in engines for target in self._of(engine)):
-            nbytes = target.nbytes
-            step = min(piece_bytes, -(-nbytes // (calls * _ALIGNMENT)) * _ALIGNMENT)
-            offsets = list(range(0, nbytes, step))
-            for part in np.array_split(np.array(offsets), calls):
-                begins = [int(offset) for offset in part]
-                sizes = [min(step, nbytes - begin) for begin in begins]
-                there = [target.begin + begin for begin in begins]
-                jobs.append((target.session, [here + begin for begin in begins], there, sizes))
+            offsets = range(0, target.nbytes, step)
+            sizes = [min(step, target.nbytes - offset) for offset in offsets]
+            jobs.append(
+                (target.session, [here + each for each in offsets], [target.begin + each for each in offsets], sizes)
+            )
         with ThreadPoolExecutor(len(jobs)) as pool:
             began = time.perf_counter()
             codes = list(pool.map(lambda job: int(self._engine.batch_transfer_sync_write(*job)), jobs))

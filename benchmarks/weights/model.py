@@ -40,6 +40,11 @@ def config_of(nbytes: int) -> Any:
     )
 
 
+def size_of(config: Any) -> int:
+    """Bytes of all weights."""
+    return sum(prod(shape) for shape in Layout(config, 1, DTYPE).weights.values()) * DTYPE.itemsize
+
+
 def save(config: Any, directory: Path) -> None:
     """A checkpoint that a stand-in engine starts from: with one weight, which it does not mind."""
     directory.mkdir(parents=True)

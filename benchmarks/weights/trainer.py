@@ -52,9 +52,7 @@ class Trainer:
 
     def __init__(self, plan: Plan) -> None:
         torch.set_num_threads(1)
-        dist.init_process_group(
-            "gloo", init_method=f"tcp://{HOST}:{plan.port}", rank=plan.rank, world_size=plan.ranks
-        )
+        dist.init_process_group("gloo", init_method=f"tcp://{HOST}:{plan.port}", rank=plan.rank, world_size=plan.ranks)
         config = AutoConfig.from_pretrained(plan.checkpoint)
         layout = cache(lambda tp: Layout(config, tp, DTYPE))
         self._weights = Weights(config)
