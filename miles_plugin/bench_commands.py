@@ -193,8 +193,8 @@ def _add_weights(names: Any) -> None:
         help="how fast new weights reach engines, by mode, beside what this machine can do at most",
         description="Bring stand-in engines to the weights of a synthetic Qwen3, by broadcast (gloo) and peer to peer "
         "(tcp), in rounds in which raw writes of Mooncake's Transfer Engine, one broadcast of torch, a plain socket "
-        "and a copy in memory take turns. After every turn the engines' checksums must be those of what was sent. Prints "
-        "tables; writes JSON lines, the tables as Markdown and a plot. docs/benchmarks.md says what is timed.",
+        "and a copy in memory take turns. After every turn the engines' checksums must be those of what was sent. "
+        "Prints tables; writes JSON lines, the tables as Markdown and a plot. docs/benchmarks.md says what is timed.",
     )
     load = parser.add_argument_group("load", "who sends what to whom; of several numbers every combination")
     load.add_argument(

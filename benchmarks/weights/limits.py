@@ -90,7 +90,7 @@ class Near:
         for each in engines:
             expected = [
                 {
-                    name: hashlib.sha256(self._memory[address - target.begin :][: elements * width]).hexdigest()[:16]
+                    name: _digest(self._memory[address - target.begin :][: elements * width])[:16]
                     for name, (address, elements, width) in target.memory.items()
                 }
                 for target in self._of(each)
@@ -110,7 +110,7 @@ class Near:
 
     def send(self, port: int) -> float:
         """Seconds to send all bytes over a connection, until `Far` says that it has them."""
-        view = memoryview(self._memory[: self._nbytes])
+        view = self._memory[: self._nbytes].data
         with socket.create_connection((HOST, port), timeout=_TIMEOUT.total_seconds()) as connection:
             began = time.perf_counter()
             connection.sendall(view)
@@ -154,7 +154,7 @@ class Far:
     def receive(self) -> None:
         """Take one connection's bytes, and say so."""
         connection, _ = self._server.accept()
-        view, filled = memoryview(self._memory.numpy()), 0
+        view, filled = self._memory.numpy().data, 0
         with connection:
             while filled < len(view):
                 count = connection.recv_into(view[filled : filled + _CHUNK])

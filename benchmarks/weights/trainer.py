@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -56,7 +56,7 @@ class Trainer:
         config = AutoConfig.from_pretrained(plan.checkpoint)
         layout = cache(lambda tp: Layout(config, tp, DTYPE))
         self._weights = Weights(config)
-        self._prove = lambda: Proof(layout(plan.tp))
+        self._prove: Callable[[], Proof] = lambda: Proof(layout(plan.tp))
         ranks = Ranks(dist.group.WORLD)
         versions = _Versions() if plan.rank == 0 else None
         transports: dict[str, Transport] = {
