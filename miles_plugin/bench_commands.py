@@ -26,6 +26,7 @@ def bench_parser() -> argparse.ArgumentParser:
     names = parser.add_subparsers(dest="benchmark", required=True, metavar="NAME", help="what to measure")
     _add_transport(names)
     _add_rdma(names)
+    _add_weights(names)
     return parser
 
 
@@ -184,6 +185,41 @@ def _add_rdma(names: Any) -> None:
         "--quick", action="store_true", help="a run of seconds that proves only that it works (default: off)"
     )
     _add_output(parser, "rdma")
+
+
+def _add_weights(names: Any) -> None:
+    parser = names.add_parser(
+        "weights",
+        help="how fast new weights reach engines, by mode, beside what this machine can do at most",
+        description="Bring stand-in engines to the weights of a synthetic Qwen3, by broadcast (gloo) and peer to peer "
+        "(tcp), in rounds in which raw writes of Mooncake's Transfer Engine, one broadcast of torch, a plain socket "
+        "and a copy in memory take turns. After every turn the engines' checksums must be those of what was sent. "
+        "Prints tables; writes JSON lines, the tables as Markdown and a plot. docs/benchmarks.md says what is timed.",
+    )
+    load = parser.add_argument_group("load", "who sends what to whom; of several numbers every combination")
+    load.add_argument(
+        "--size",
+        metavar="SIZE",
+        help="of the model in bfloat16, about (default: 1.2 GB, a Qwen3-0.6B; with --quick 20 MB)",
+    )
+    load.add_argument("--engines", nargs="+", type=int, default=[1], metavar="N", help="that are updated (default: 1)")
+    load.add_argument(
+        "--tp", nargs="+", type=int, default=[1], metavar="N", help="tensor-parallel ranks of an engine (default: 1)"
+    )
+    load.add_argument(
+        "--ranks", nargs="+", type=int, default=[1], metavar="N", help="processes of the trainer (default: 1)"
+    )
+    load.add_argument(
+        "--bucket", metavar="SIZE", help="of a broadcast (default: the job's --update-weight-buffer-size, 512mb)"
+    )
+    how = parser.add_argument_group("measurement", "how often")
+    how.add_argument("--repeats", type=int, metavar="N", help="rounds (default: 7; with --quick 2)")
+    how.add_argument("--warmup", type=int, default=1, metavar="N", help="rounds before those (default: 1)")
+    how.add_argument(
+        "--quick", action="store_true", help="a run of seconds that proves only that it works (default: off)"
+    )
+    output = _add_output(parser, "weights")
+    output.add_argument("--check", action="store_true", help="end with status 1 when the target is missed (default: 0)")
 
 
 def _add_output(parser: argparse.ArgumentParser, name: str) -> Any:

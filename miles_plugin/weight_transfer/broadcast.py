@@ -1,6 +1,7 @@
 """Broadcast: trainer rank 0 and all engine ranks form a process group (gloo or NCCL), weights go out in buckets.
 
-While a bucket is on its way the next one is gathered. An engine that fails while weights are sent breaks the group for
+While a bucket is on its way the next one is gathered, into the other of two pieces of memory, which stay: new memory
+costs a CPU more than the copy. An engine that fails while weights are sent breaks the group for
 all: whoever is left forms another and is sent everything again.
 """
 
@@ -11,9 +12,11 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import torch
+
 from miles_plugin.engines.fleet import EngineAddress
 from miles_plugin.engines.sglang import EngineError
-from miles_plugin.weight_transfer.group import Broken, EngineGroup
+from miles_plugin.weight_transfer.group import Broken, Bucket, EngineGroup
 from miles_plugin.weight_transfer.sources import NamedTensor, buckets
 from miles_plugin.weight_transfer.transfer import Bounds, Sent
 
@@ -33,6 +36,7 @@ class Broadcaster:
         self._bucket_bytes, self._bounds = bucket_bytes, bounds
         self._numbers = itertools.count()
         self._group: EngineGroup | None = None
+        self._memory: list[torch.Tensor] = []  # two, of which one is sent from while the other is filled
 
     def connect(self, engines: Sequence[EngineAddress]) -> Mapping[str, str]:
         """Form the process group, unless it is there, with just these engines in the same lives."""
@@ -62,6 +66,8 @@ class Broadcaster:
             sending: Future[Mapping[str, str]] | None = None
             # One more than there are: what comes last has to be waited for, too.
             for bucket in itertools.chain(buckets(tensors, self._bucket_bytes), [[]]):
+                if bucket and not (failed or broken):
+                    flat = self._flat(bucket)
                 if sending is not None:
                     try:
                         failed.update(sending.result())
@@ -70,8 +76,10 @@ class Broadcaster:
                 if failed or broken or not bucket:
                     sending = None
                 else:
-                    nbytes += sum(tensor.nbytes for _, tensor in bucket)
-                    sending = sender.submit(group.send, bucket)
+                    nbytes += flat.flat.nbytes
+                    sending = sender.submit(group.send, flat)
+        if self._memory and self._memory[0].is_cuda:
+            self._memory = []  # which a GPU has other use for, and gives back at once
         if failed or broken:
             self.close()
         return Sent(nbytes, failed, broken or ("an engine left the process group" if failed else ""))
@@ -79,8 +87,18 @@ class Broadcaster:
     def close(self) -> None:
         """Dissolve the group, on the engines that still answer too; idempotent."""
         group, self._group = self._group, None
+        self._memory = []  # a broadcast that failed may still read it
         if group is not None:
             group.leave()
+
+    def _flat(self, bucket: Sequence[NamedTensor]) -> Bucket:
+        """In memory from which nothing is sent: that of the bucket before the last."""
+        nbytes, device = sum(tensor.nbytes for _, tensor in bucket), bucket[0][1].device
+        memory = self._memory.pop(0) if len(self._memory) == 2 else None
+        if memory is None or memory.numel() < nbytes or memory.device != device:
+            memory = torch.empty(max(nbytes, self._bucket_bytes), dtype=torch.uint8, device=device)
+        self._memory.append(memory)
+        return Bucket.of(bucket, memory)
 
     def _alone(self, engines: Sequence[EngineAddress]) -> dict[str, str]:
         """Why which engines do not join; in a group of many only the first to refuse may show."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -28,6 +29,31 @@ _LEAVE_SECONDS = 10.0
 
 class Broken(RuntimeError):
     """A broadcast failed, and which engine is to blame does not show."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Weights one after the other in one tensor.
+
+    names, dtypes, shapes: of each; dtypes as SGLang says them. flat: uint8, on the device that sends.
+    """
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    flat: torch.Tensor
+
+    @classmethod
+    def of(cls, tensors: Sequence[NamedTensor], memory: torch.Tensor) -> Bucket:
+        """Copy tensors into the first bytes of `memory`."""
+        flat = memory[: sum(tensor.nbytes for _, tensor in tensors)]
+        torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in tensors], out=flat)
+        return cls(
+            [name for name, _ in tensors],
+            [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors],
+            [list(tensor.shape) for _, tensor in tensors],
+            flat,
+        )
 
 
 class EngineGroup:
@@ -68,7 +94,7 @@ class EngineGroup:
                 f"{'; '.join(reasons) or error}"
             ) from error
 
-    def send(self, bucket: Sequence[NamedTensor]) -> Mapping[str, str]:
+    def send(self, bucket: Bucket) -> Mapping[str, str]:
         """Broadcast one bucket and wait until every engine has loaded it.
 
         Returns why not, by URL, of the engines that are to blame.
@@ -77,16 +103,12 @@ class EngineGroup:
             Broken: the broadcast failed, and which engine is to blame does not show. The group is of no more use.
         """
         assert self._group is not None
-        names = [name for name, _ in bucket]
-        dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket]
-        shapes = [list(tensor.shape) for _, tensor in bucket]
-        flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in bucket])
         seconds = self._bounds.bucket
         loading = [
-            self._pool.submit(client.receive_bucket, names, dtypes, shapes, self._name, seconds)
+            self._pool.submit(client.receive_bucket, bucket.names, bucket.dtypes, bucket.shapes, self._name, seconds)
             for client in self._clients
         ]
-        broken = self._broadcast(flat, loading, seconds)
+        broken = self._broadcast(bucket.flat, loading, seconds)
         refused = {engine.url for engine, job in zip(self.engines, loading, strict=True) if job.done()}
         if broken:
             self._drop()  # closes its connections, so that engines which still wait for bytes fail too
@@ -102,7 +124,7 @@ class EngineGroup:
             silent = {url for url, error in failed.items() if error.status is None}
             failed = {url: error for url, error in failed.items() if url in (silent or refused)}
             if not failed:
-                raise Broken(f"the broadcast of a bucket of {flat.nbytes} bytes failed: {broken}")
+                raise Broken(f"the broadcast of a bucket of {bucket.flat.nbytes} bytes failed: {broken}")
         return {url: str(error) for url, error in failed.items()}
 
     def _broadcast(self, flat: torch.Tensor, loading: Sequence[Future[None]], seconds: float) -> str:

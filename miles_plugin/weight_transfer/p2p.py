@@ -2,8 +2,9 @@
 
 Every trainer rank has every weight for a moment, when it was gathered, and writes a share of it: pieces of at most
 `PIECE_BYTES`, each given to the rank that has the fewest bytes so far, by a rule that all ranks follow without asking.
-A piece is copied into a registered stage, cut as the engine holds it (`layout.py`), and written to every engine that
-holds it. There are two stages: one is written from while the other is filled.
+A piece is written to every engine that holds it: over TCP from where it is, if the engine holds it as it is, else from
+a registered stage, into which it is copied, cut as the engine holds it (`layout.py`). There are two stages: one is
+written from while the other is filled.
 
 Over TCP a write is complete when the engine's side says that the last byte is in its memory (Mooncake's acknowledged
 framing; MC_TCP_PROTO=1 would turn that off), over RDMA when the device says so.
@@ -32,6 +33,8 @@ from mooncake_store.wheel import load_mooncake
 
 PIECE_BYTES = 16 << 20
 STAGE_BYTES = 128 << 20
+# The Transfer Engine refuses more than 2048 at a time to one peer over TCP (MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER).
+MOST_WRITES = 1024
 
 
 @dataclass(frozen=True)
@@ -90,23 +93,42 @@ class _Writes:
 
 
 class _Stage:
-    """Registered memory, and what is to be written from it, by (engine's URL, rank)."""
+    """Registered memory, and what is to be written from it, by (engine's URL, rank).
 
-    def __init__(self, nbytes: int, device: str, register: Callable[[int, int], None]) -> None:
+    Args:
+        nbytes: that are written from it at most, unless one piece is larger.
+        in_place: whether what is contiguous in a host's memory is written from where it is, and kept until then.
+    """
+
+    def __init__(self, nbytes: int, device: str, register: Callable[[int, int], None], in_place: bool) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         register(self.memory.data_ptr(), nbytes)
-        self.used = 0
+        self._in_place = in_place
+        self._copied = self._taken = 0
+        self._kept: list[torch.Tensor] = []
         self.writes: dict[tuple[str, int], _Writes] = {}
         self.writing: dict[str, list[Future[None]]] = {}
 
     def take(self, source: torch.Tensor) -> int | None:
-        """Copy a part in; its address, or None when there is no room."""
-        start = -(-self.used // 64) * 64
-        if start + source.nbytes > self.memory.numel():
+        """Take in a part; the address to write it from, or None when there is no room."""
+        in_place = self._in_place and source.is_cpu and source.is_contiguous()
+        begin = -(-self._copied // 64) * 64
+        most = max((len(writes.here) for writes in self.writes.values()), default=0)
+        is_full = self._taken + source.nbytes > self.memory.numel() or begin + source.nbytes > self.memory.numel()
+        if most >= MOST_WRITES or (is_full and self._taken > 0):
             return None
-        self.used = start + source.nbytes
-        self.memory[start : self.used].view(source.dtype).view(source.shape).copy_(source)
-        return self.memory.data_ptr() + start
+        self._taken += source.nbytes
+        if in_place:
+            self._kept.append(source)
+            return source.data_ptr()
+        self._copied = begin + source.nbytes
+        self.memory[begin : self._copied].view(source.dtype).view(source.shape).copy_(source)
+        return self.memory.data_ptr() + begin
+
+    def clear(self) -> None:
+        """Begin anew: all of it was written, or nobody wants it any more."""
+        self._copied = self._taken = 0
+        self._kept, self.writes, self.writing = [], {}, {}
 
 
 class PeerWriter:
@@ -142,6 +164,7 @@ class PeerWriter:
         self._rank, self._size, self._layout = rank, size, layout
         self._timeout, self._bounds = timeout, bounds
         self._stage_bytes, self._piece_bytes, self._device = stage_bytes, min(piece_bytes, stage_bytes), device
+        self._in_place = protocol == "tcp"  # RDMA reads registered memory only
         self._transfer_engine = start_transfer_engine(host, protocol, device_name)
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="p2p")
         self._peers: dict[EngineAddress, _Peer] = {}
@@ -167,29 +190,12 @@ class PeerWriter:
     def send(self, tensors: Iterable[NamedTensor]) -> Sent:
         """Write this rank's share of all weights. An engine that fails is written to no more."""
         failed: dict[str, str] = {}
-        nbytes, shares = 0, [0] * self._size
-        stages = self._stages = self._stages or [self._new_stage(), self._new_stage()]
-        layouts = {peer.layout.tp: peer.layout for peer in self._peers.values()}
-        for name, tensor in tensors:
-            for tp, layout in layouts.items():
-                for piece in pieces(layout, name, tensor, self._piece_bytes):
-                    whose = min(range(self._size), key=shares.__getitem__)
-                    shares[whose] += piece.source.nbytes
-                    if whose != self._rank:
-                        continue
-                    nbytes += piece.source.nbytes
-                    here = stages[0].take(piece.source)
-                    if here is None:
-                        self._start(stages[0], failed)
-                        stages.reverse()
-                        stages[0] = self._finish(stages[0], failed)
-                        here = stages[0].take(piece.source)
-                        assert here is not None, "a piece is no longer than a stage"
-                    for peer in self._peers.values():
-                        if peer.layout.tp == tp:
-                            _add(stages[0], peer, piece, here)
-        self._start(stages[0], failed)
-        self._stages = [self._finish(stage, failed) for stage in stages]
+        self._stages = self._stages or [self._new_stage(), self._new_stage()]
+        try:
+            nbytes = self._take(tensors, failed)
+            self._turn(failed)
+        finally:  # an update that raises leaves nothing for the next one to write
+            self._stages = [self._finish(stage, failed) for stage in self._stages]
         return Sent(nbytes, failed)
 
     def close(self) -> None:
@@ -218,6 +224,38 @@ class PeerWriter:
                 f"{url}: {len(self._late[url])} writes of an earlier update have not ended; they may land at any time"
             )
 
+    def _take(self, tensors: Iterable[NamedTensor], failed: dict[str, str]) -> int:
+        """Take in this rank's share, and write all but what comes last; bytes of all of it."""
+        nbytes, shares = 0, [0] * self._size
+        layouts = {peer.layout.tp: peer.layout for peer in self._peers.values()}
+        for name, tensor in tensors:
+            for tp, layout in layouts.items():
+                for piece in pieces(layout, name, tensor, self._piece_bytes):
+                    whose = min(range(self._size), key=shares.__getitem__)
+                    shares[whose] += piece.source.nbytes
+                    if whose != self._rank:
+                        continue
+                    nbytes += piece.source.nbytes
+                    here = self._stages[0].take(piece.source)
+                    if here is None:
+                        self._turn(failed)
+                        here = self._stages[0].take(piece.source)
+                        assert here is not None, "a piece is no longer than a stage"
+                    for peer in self._peers.values():
+                        if peer.layout.tp == tp:
+                            _add(self._stages[0], peer, piece, here)
+        return nbytes
+
+    def _turn(self, failed: dict[str, str]) -> None:
+        """Start to write what was taken into one stage, when the other was written; that one is filled next.
+
+        Not both at once: who waits for a write over TCP does so busily, and takes the time of those who carry it.
+        """
+        filled, written = self._stages
+        written = self._finish(written, failed)
+        self._start(filled, failed)
+        self._stages = [written, filled]
+
     def _start(self, stage: _Stage, failed: Mapping[str, str]) -> None:
         """Start what is to be written from a stage."""
         if stage.memory.is_cuda:
@@ -240,7 +278,7 @@ class PeerWriter:
         if any(self._late.get(url) for url in stage.writing):
             self._abandoned.append(stage)
             return self._new_stage()
-        stage.used, stage.writing = 0, {}
+        stage.clear()
         return stage
 
     def _write(self, url: str, session: str, writes: _Writes) -> None:
@@ -266,7 +304,7 @@ class PeerWriter:
             raise EngineError(f"{url}: a write of {total} bytes to {session} failed with code {code}")
 
     def _new_stage(self) -> _Stage:
-        return _Stage(self._stage_bytes, self._device, self._register)
+        return _Stage(self._stage_bytes, self._device, self._register, self._in_place)
 
     def _register(self, address: int, nbytes: int) -> None:
         code = self._transfer_engine.register_memory(address, nbytes)

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 NamedTensor = tuple[str, torch.Tensor]
-# All weights, anew each time that it is called: an update may have to send them again.
+# All weights, anew each time that it is called: an update may have to send them again. A tensor that was yielded must
+# stay as it is until the update is over: it is sent while the next ones are gathered.
 Source = Callable[[], Iterable[NamedTensor]]
 
 

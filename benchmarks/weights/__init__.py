@@ -1,0 +1,1 @@
+"""How fast weights reach engines: `miles-mooncake bench weights`."""

@@ -1,0 +1,124 @@
+"""The tables of weight updates: each mode beside its limit in the same rounds, and where an update's time goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks import markdown
+from benchmarks.measurements import Measurement
+from benchmarks.statistics import Cell, Seconds, Spread, gathered, ratio, seconds_of, spread_of
+from benchmarks.weights.trainer import MODES, P2P
+from benchmarks.weights.turns import LIMITS, PROVEN
+from miles_plugin.weight_transfer.transfer import PHASES
+
+TRANSFER, UPDATE, VERIFY = "transfer", "converge", "verify"
+OF_RAW = 0.9  # of a raw write's speed, what p2p is meant to reach
+_NOTHING = ""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The target beside what was found: p2p's transfer as a part of the faster raw write's speed."""
+
+    variant: str
+    found: Spread
+
+    @property
+    def met(self) -> bool:
+        return self.found.median >= OF_RAW
+
+
+def results(measurements: Sequence[Measurement]) -> list[Result]:
+    """Of every case in which both sides were measured."""
+    seconds = seconds_of(measurements)
+    found = [(variant, of_limit(seconds, variant, P2P)) for variant in _variants(measurements)]
+    return [Result(variant, spread) for variant, spread in found if spread is not None]
+
+
+def of_limit(seconds: Seconds, variant: str, mode: str) -> Spread | None:
+    """Which part of the speed of its limit, the fastest of them, a mode's transfer reaches."""
+    limits = [cell for name in LIMITS[mode] if (cell := Cell(variant, name, TRANSFER)) in seconds]
+    if not limits:
+        return None
+    fastest = min(limits, key=lambda cell: spread_of(seconds[cell].values()).median)
+    return ratio(seconds, fastest, Cell(variant, mode, TRANSFER))
+
+
+def text(measurements: Sequence[Measurement], found: Sequence[Result]) -> str:
+    """Everything, as Markdown: where and with what, two tables per case, the target."""
+    parts = [_circumstances(measurements)]
+    parts += [_case(measurements, variant) for variant in _variants(measurements)]
+    if found:
+        parts.append(_targets(found))
+    return "\n\n".join(parts)
+
+
+def _circumstances(measurements: Sequence[Measurement]) -> str:
+    item = measurements[0]
+    rounds = len({measurement.round for measurement in measurements})
+    versions = ", ".join(f"{part} {version}" for part, version in item.versions.items())
+    return (
+        f"Run {item.run} on {item.machine}; {versions}. Stand-in engines; {item.bytes / 1e9:.2f} GB of bfloat16, the "
+        f"weights of a Qwen3; buckets of {item.settings['bucket'] / 2**20:.0f} MiB. Rounds in which all take turns: "
+        f"{rounds}; median, quartiles in brackets. GB/s are of the model's bytes, once. Written "
+        f"{time.strftime('%Y-%m-%d')}."
+    )
+
+
+def _case(measurements: Sequence[Measurement], variant: str) -> str:
+    seconds = seconds_of(item for item in measurements if item.variant == variant)
+    nbytes = next(item.bytes for item in measurements if item.variant == variant)
+    peers = [peer for peer in gathered(measurements, lambda item: item.peer) if peer not in PROVEN.values()]
+    rows = []
+    for peer in (peer for peer in peers if Cell(variant, peer, TRANSFER) in seconds):
+        spread = of_limit(seconds, variant, peer) if peer in MODES else None
+        proven = Cell(variant, PROVEN.get(peer, peer), VERIFY)
+        rows.append(
+            [
+                peer,
+                _time(seconds, Cell(variant, peer, UPDATE)),
+                _time(seconds, Cell(variant, peer, TRANSFER)),
+                f"{nbytes / 1e9 / spread_of(seconds[Cell(variant, peer, TRANSFER)].values()).median:.2f}",
+                _ratio(spread) if spread is not None else _NOTHING,
+                _time(seconds, proven),
+            ]
+        )
+    header = ["", "update, ms", "its transfer, ms", "GB/s", "of its limit", "proof, ms"]
+    return f"**{variant}**\n\n{markdown.table(header, rows)}\n\n{_phases(seconds, variant)}"
+
+
+def _phases(seconds: Seconds, variant: str) -> str:
+    names = [name for mode in MODES for name in (mode, PROVEN[mode]) if Cell(variant, name, UPDATE) in seconds]
+    rows = [
+        [name, *(f"{1000 * spread_of(seconds[Cell(variant, name, phase)].values()).median:.3g}" for phase in PHASES)]
+        for name in names
+    ]
+    return markdown.table(["phases, ms", *PHASES], rows)
+
+
+def _targets(found: Sequence[Result]) -> str:
+    rows = [[each.variant, f">= {OF_RAW:g}", _ratio(each.found), "yes" if each.met else "no"] for each in found]
+    table = markdown.table(["p2p, of the faster raw write", "target", "found", "met"], rows)
+    return f"**Target**: {sum(each.met for each in found)} of {len(found)} met\n\n{table}"
+
+
+def _variants(measurements: Sequence[Measurement]) -> list[str]:
+    return gathered(measurements, lambda item: item.variant)
+
+
+def _time(seconds: Seconds, cell: Cell) -> str:
+    if cell not in seconds:
+        return _NOTHING
+    median, low, high = (1000 * value for value in spread_of(seconds[cell].values()))
+    return f"{_digits(median)} ({_digits(low)} to {_digits(high)})"
+
+
+def _ratio(spread: Spread) -> str:
+    return f"{_digits(spread.median)} ({_digits(spread.low)} to {_digits(spread.high)})"
+
+
+def _digits(value: float) -> str:
+    """Three of them, without an exponent."""
+    return f"{value:.0f}" if value >= 100 else f"{value:#.3g}"

@@ -1,0 +1,109 @@
+"""What a run of weight updates was asked for, checked before anything is started."""
+
+from __future__ import annotations
+
+import argparse
+import time
+import uuid
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from miles_plugin.arguments import TrainConfig
+from mooncake_store.config import parse_size
+from mooncake_store.errors import ConfigError
+
+FULL = "full"  # what travels: every weight of the model
+_BYTES, _QUICK_BYTES = 1_200_000_000, 20_000_000
+_RANKS = (1, 2, 4, 8)  # of an engine: what the model's heads can be shared out to
+
+
+@dataclass(frozen=True)
+class Case:
+    """Who takes part. engines: each of `tp` ranks. ranks: of the trainer."""
+
+    engines: int
+    tp: int
+    ranks: int
+
+    @property
+    def name(self) -> str:
+        parts = ["1 engine" if self.engines == 1 else f"{self.engines} engines"]
+        parts += [f"tp {self.tp}"] if self.tp > 1 else []
+        parts += [f"{self.ranks} trainer ranks"] if self.ranks > 1 else []
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run.
+
+    Attributes:
+        nbytes: of the model, about. bucket_bytes: of a broadcast. workers: that write peer to peer.
+        repeats, warmup: rounds.
+    """
+
+    run: str
+    cases: tuple[Case, ...]
+    nbytes: int
+    bucket_bytes: int
+    workers: int
+    repeats: int
+    warmup: int
+    output: Path
+
+    @property
+    def logs(self) -> Path:
+        return self.output / "logs"
+
+    def load(self, case: Case) -> dict[str, Any]:
+        """What two runs must have in common to be compared."""
+        return {
+            "what": FULL, "engines": case.engines, "tp": case.tp, "ranks": case.ranks, "size": self.nbytes,
+            "bucket": self.bucket_bytes, "workers": self.workers,
+        }  # fmt: skip
+
+
+def resolve(arguments: argparse.Namespace) -> Settings:
+    """Check the flags; the job's own defaults hold for what a job would be told.
+
+    Raises:
+        ConfigError: a value that cannot be used, with what is allowed.
+    """
+    quick, job = arguments.quick, TrainConfig.model_fields
+    repeats = arguments.repeats if arguments.repeats is not None else (2 if quick else 7)
+    for name, values in (
+        ("engines", arguments.engines),
+        ("ranks", arguments.ranks),
+        ("repeats", [repeats]),
+        ("warmup", [arguments.warmup]),
+    ):
+        least = 0 if name == "warmup" else 1
+        if wrong := [value for value in values if value < least]:
+            raise ConfigError(f"--{name} {wrong[0]}: allowed is a whole number of at least {least}")
+    if wrong := [tp for tp in arguments.tp if tp not in _RANKS]:
+        raise ConfigError(f"--tp {wrong[0]}: allowed are {', '.join(map(str, _RANKS))}")
+    run = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+    return Settings(
+        run=run,
+        cases=tuple(Case(*each) for each in product(arguments.engines, arguments.tp, arguments.ranks)),
+        nbytes=_size("size", arguments.size, _QUICK_BYTES if quick else _BYTES),
+        bucket_bytes=_size("bucket", arguments.bucket, job["update_weight_buffer_size"].default),
+        workers=job["p2p_transfer_num_workers"].default,
+        repeats=repeats,
+        warmup=arguments.warmup,
+        output=arguments.output or Path("runs") / f"weights-{run}",
+    )
+
+
+def _size(flag: str, given: str | None, default: int) -> int:
+    if given is None:
+        return default
+    try:
+        size = parse_size(given)
+    except ConfigError as error:
+        raise ConfigError(f"--{flag} {given}: {error}") from error
+    if size < 1:
+        raise ConfigError(f"--{flag} {given}: allowed is at least one byte")
+    return size
