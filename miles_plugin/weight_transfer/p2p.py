@@ -175,6 +175,7 @@ class PeerWriter:
 
     def connect(self, engines: Sequence[EngineAddress]) -> Mapping[str, str]:
         """Learn where each engine's memory is, unless that is known of its present life."""
+        self._forget_ended()
         peers: dict[EngineAddress, _Peer] = {}
         failed: dict[str, str] = {}
         meeting = {engine: self._pool.submit(self._meet, engine) for engine in engines if engine not in self._peers}
@@ -202,9 +203,7 @@ class PeerWriter:
         """Let go of the engines; idempotent."""
         self._peers = {}
         self._pool.shutdown()
-        for stage in self._stages:
-            self._transfer_engine.unregister_memory(stage.memory.data_ptr())
-        self._stages = []
+        self._release(self._stages)
 
     def _meet(self, address: EngineAddress) -> _Peer:
         layout = self._layout(address.ranks)
@@ -217,9 +216,15 @@ class PeerWriter:
             check_registered(layout, rank, memory)
         return _Peer(address, layout, tuple(session for session, _ in told), tuple(memory for _, memory in told))
 
+    def _forget_ended(self) -> None:
+        """Forget late writes that have ended, and the stages that they read when all have."""
+        late = {url: [ended for ended in events if not ended.is_set()] for url, events in self._late.items()}
+        self._late = {url: events for url, events in late.items() if events}
+        if not self._late:
+            self._release(self._abandoned)
+
     def _check_late(self, url: str) -> None:
-        self._late[url] = [ended for ended in self._late.get(url, ()) if not ended.is_set()]
-        if self._late[url]:
+        if url in self._late:
             raise EngineError(
                 f"{url}: {len(self._late[url])} writes of an earlier update have not ended; they may land at any time"
             )
@@ -275,7 +280,7 @@ class PeerWriter:
                     job.result()
                 except EngineError as error:
                     failed[url] = str(error)
-        if any(self._late.get(url) for url in stage.writing):
+        if not self._late.keys().isdisjoint(stage.writing):
             self._abandoned.append(stage)
             return self._new_stage()
         stage.clear()
@@ -305,6 +310,10 @@ class PeerWriter:
 
     def _new_stage(self) -> _Stage:
         return _Stage(self._stage_bytes, self._device, self._register, self._in_place)
+
+    def _release(self, stages: list[_Stage]) -> None:
+        while stages:
+            self._transfer_engine.unregister_memory(stages.pop().memory.data_ptr())
 
     def _register(self, address: int, nbytes: int) -> None:
         code = self._transfer_engine.register_memory(address, nbytes)
