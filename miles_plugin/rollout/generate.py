@@ -6,6 +6,7 @@ import inspect
 from argparse import Namespace
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,9 @@ class Sampler:
         # One loop for every rollout: what custom functions keep between calls is bound to it.
         self._runner = asyncio.Runner()
         self._http = AsyncHTTP(self._concurrency)
+        self._closing = ExitStack()
+        for close in (self._runner.close, self._close_http, self._reward.close):  # the last one is called first
+            self._closing.callback(close)
 
     def sample(
         self, items: Sequence[Item], first_group: int, group_size: int, temperature: float, evaluation: bool = False
@@ -101,9 +105,10 @@ class Sampler:
 
     def close(self) -> None:
         """Release connections and processes; idempotent."""
-        self._reward.close()
+        self._closing.close()
+
+    def _close_http(self) -> None:
         self._runner.run(self._http.close())
-        self._runner.close()
 
     def _generate(self, samples: Sequence[Sample], params: dict[str, Any]) -> None:
         """Fill in the responses, in one request per engine. What an engine that fails was asked for, others are."""

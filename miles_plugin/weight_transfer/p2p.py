@@ -170,6 +170,7 @@ class PeerWriter:
         nbytes, shares = 0, [0] * self._size
         stages = self._stages = self._stages or [self._new_stage(), self._new_stage()]
         layouts = {peer.layout.tp: peer.layout for peer in self._peers.values()}
+        counted = min(layouts, default=0)  # what other sizes of engines are sent besides are the same weights
         for name, tensor in tensors:
             for tp, layout in layouts.items():
                 for piece in pieces(layout, name, tensor, self._piece_bytes):
@@ -177,7 +178,7 @@ class PeerWriter:
                     shares[whose] += piece.source.nbytes
                     if whose != self._rank:
                         continue
-                    nbytes += piece.source.nbytes
+                    nbytes += piece.source.nbytes * (tp == counted)
                     here = stages[0].take(piece.source)
                     if here is None:
                         self._start(stages[0], failed)

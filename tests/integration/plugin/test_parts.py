@@ -111,8 +111,15 @@ def test_results_come_in_rank_order_and_failures_by_their_part(parts: Parts) -> 
     with pytest.raises(PartFailed, match=r"^the rollout manager: StoreFull: no room; its log"):
         parts.managed("fail", StoreFull("no room"))
     parts.managed("lose_engine")
-    with pytest.raises(PartFailed, match=r"^SGLang at http://127\.0\.0\.1:1 ended with status 137"):
+    with pytest.raises(PartFailed, match=r"^no answer; SGLang at http://127\.0\.0\.1:1 ended with status 137"):
         parts.each("fail", EngineError("no answer"))
+
+
+@pytest.mark.parametrize("error", [StoreFull("no room"), EngineError("too long", 400), RuntimeError("gloo")])
+def test_an_engine_that_ended_is_not_to_blame_for_what_fails_without_it(parts: Parts, error: Exception) -> None:
+    parts.managed("lose_engine")
+    with pytest.raises(PartFailed, match=r"^trainer rank \d: \w+: (no room|too long|gloo); its log"):
+        parts.each("fail", error)
 
 
 @pytest.mark.parametrize(

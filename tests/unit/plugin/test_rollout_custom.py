@@ -90,7 +90,9 @@ def run(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
         monkeypatch.setattr(AsyncHTTP, "post", post)
         task = Task("chain_sum", {}, held_out_size=4, seed=0)
-        fleet = Fleet([cast(Member, SimpleNamespace(engine=engine, ranks=1)) for engine in engines])
+        fleet = Fleet(
+            [cast(Member, SimpleNamespace(engine=engine, ranks=1, ended=lambda _: None)) for engine in engines]
+        )
         sampler = Sampler(load_config(flags), task, checkpoint, fleet)
         samplers.append(sampler)
         return sampler.sample(list(itertools.islice(task.rollout(), items)), 10, group_size, 0.7, **more)
