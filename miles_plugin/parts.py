@@ -6,7 +6,7 @@ Whatever fails, the caller gets a PartFailed that names the part, the path of it
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -176,7 +176,7 @@ class Parts:
                 try:
                     ray.get(reference)
                 except ray.exceptions.RayError as error:
-                    self._explain(part, error)
+                    self._explain(part, error, pending)
         results: list[Any] = ray.get([reference for _, reference in calls])
         return results
 
@@ -210,8 +210,12 @@ class Parts:
         except ray.exceptions.RayError:  # `wait` will see why
             return None
 
-    def _explain(self, part: Part, error: Exception) -> None:
-        """Raise what was behind `error`: the first part that is dead, else what this one raised."""
+    def _explain(self, part: Part, error: Exception, pending: Mapping[Any, Part]) -> None:
+        """Raise what was behind `error`: the first part that is dead, else what this one raised.
+
+        Args:
+            pending: calls of other parts that have not returned.
+        """
         import ray
 
         cause = getattr(error, "cause", None) or error  # Ray wraps what a part raised
@@ -222,6 +226,9 @@ class Parts:
         ended = self._ended_engine(_DYING_SECONDS if for_want else 0.0)
         if isinstance(error, ray.exceptions.RayActorError):
             raise self._ended(part) from error
+        # A rank's collectives fail when another rank dies, which may be seen later.
+        if isinstance(cause, RuntimeError) and (dead := self._dying(pending)):
+            raise self._ended(dead) from error
         if isinstance(cause, ConfigError):
             raise cause from error
         if ended and for_want:
@@ -241,6 +248,24 @@ class Parts:
             return str(error.cause) if isinstance(error.cause, EngineError) else None
         except ray.exceptions.GetTimeoutError:
             pass
+        return None
+
+    @staticmethod
+    def _dying(pending: Mapping[Any, Part]) -> Part | None:
+        """Of the parts that these calls wait for, one that ends within `_DYING_SECONDS`."""
+        import ray
+
+        deadline = time.monotonic() + _DYING_SECONDS
+        left: dict[Any, Part] = dict(pending)
+        while left and (seconds := deadline - time.monotonic()) > 0:
+            for reference in ray.wait(list(left), timeout=seconds)[0]:
+                part: Part = left.pop(reference)
+                try:
+                    ray.get(reference)
+                except ray.exceptions.RayActorError:
+                    return part
+                except ray.exceptions.RayError:
+                    continue
         return None
 
     @staticmethod

@@ -17,7 +17,7 @@ from miles_plugin.engines.routed_experts import decode, read_routing
 from miles_plugin.engines.sglang import AsyncHTTP, EngineError
 from miles_plugin.rollout.accept import accept
 from miles_plugin.rollout.custom import CONCURRENCY_PER_ENGINE, Call, arguments, current_call, for_engine
-from miles_plugin.rollout.functions import call_function, load_function
+from miles_plugin.rollout.functions import CustomFunctionError, call_function, load_function
 from miles_plugin.rollout.prompts import Item, PromptSource, check_length, context_length, load_tokenizer, to_text
 from miles_plugin.rollout.reward import load_reward
 from miles_plugin.rollout.sample import Sample
@@ -164,7 +164,14 @@ class Sampler:
         call = Call(self._http)
         current_call.set(call)
         if self._custom is not None:
-            sample = await self._custom(args, sample, dict(params), evaluation, call)
+            try:
+                sample = await self._custom(args, sample, dict(params), evaluation, call)
+            except CustomFunctionError as error:
+                cause = error.__cause__
+                if not isinstance(cause, EngineError) or not _no_answer(engine.url, cause):
+                    raise
+                self._fleet.leave(Left(engine.url, "generate", str(cause)))
+                sample.status = Sample.Status.ABORTED  # others are asked
         if sample.reward is None and sample.status is not Sample.Status.ABORTED:
             sample.reward = await self._reward(args, sample, item)
         return sample
@@ -203,6 +210,10 @@ class CustomGenerate:
         where = f"{self._named}, sample {asked.index} (prompt {asked.prompt!r:.60})"
         returned = await call_function(self._function, where, args, copy.deepcopy(asked), params, **more)
         return accept(asked, returned, call.weight_versions, self._named)
+
+
+def _no_answer(url: str, error: EngineError) -> bool:
+    return error.status is None and str(error).startswith(f"{url}/")
 
 
 def _split_evenly(items: Sequence[Any], parts: int) -> list[Sequence[Any]]:

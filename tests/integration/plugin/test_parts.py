@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -147,6 +148,16 @@ def test_a_killed_trainer_is_named_while_the_other_hangs(parts: Parts) -> None:
         PartFailed, match=r"^trainer rank 1 ended; its log .*trainer rank 1\.log ends:\n(.*\n)*last words"
     ):
         parts.wait(hanging)
+    parts.abandon()
+
+
+def test_a_killed_trainer_is_named_also_when_another_feels_it_first(parts: Parts) -> None:
+    pids = parts.each("pid")
+    first, second = parts._trainers
+    calls = [parts.start(first, "fail", RuntimeError("gloo: closed by peer")), parts.start(second, "hang")]
+    threading.Timer(1, os.kill, (pids[1], signal.SIGKILL)).start()
+    with pytest.raises(PartFailed, match=r"^trainer rank 1 ended"):
+        parts.wait(calls)
     parts.abandon()
 
 
