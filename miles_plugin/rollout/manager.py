@@ -40,17 +40,6 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class RollCall:
-    """Engines outside the rotation.
-
-    waiting: URLs of those that answer, and wait for an update. outside: each, and why.
-    """
-
-    waiting: list[str]
-    outside: list[str]
-
-
-@dataclass(frozen=True)
 class Rollout:
     """What the manager returns for one rollout.
 
@@ -133,10 +122,16 @@ class RolloutManager:
         """All engines: each is offered every weight update."""
         return self._fleet.addresses()
 
-    def roll_call(self) -> RollCall:
-        """Look, before a rollout, whether the engines in rotation still serve what they confirmed."""
-        waiting = self._fleet.roll_call()
-        return RollCall(waiting, list(map(str, self._fleet.outside())))
+    def roll_call(self) -> list[str]:
+        """Look, before a rollout, whether the engines in rotation still serve what they confirmed.
+
+        Returns the URLs of those outside that answer, and wait for an update.
+        """
+        return self._fleet.roll_call()
+
+    def engine_news(self) -> list[str]:
+        """Which engines left the rotation since this was asked last, and why, and which came back."""
+        return self._fleet.news()
 
     def note_progress(self, nbytes: int, total: int) -> None:
         """A weight update under way has taken `nbytes` of `total`; safe to call beside any other method."""

@@ -233,6 +233,7 @@ class PeerWriter:
         """Take in this rank's share, and write all but what comes last; bytes of all of it."""
         nbytes, shares = 0, [0] * self._size
         layouts = {peer.layout.tp: peer.layout for peer in self._peers.values()}
+        counted = min(layouts, default=0)  # what engines of another size are sent besides are the same weights
         for name, tensor in tensors:
             for tp, layout in layouts.items():
                 for piece in pieces(layout, name, tensor, self._piece_bytes):
@@ -240,7 +241,7 @@ class PeerWriter:
                     shares[whose] += piece.source.nbytes
                     if whose != self._rank:
                         continue
-                    nbytes += piece.source.nbytes
+                    nbytes += piece.source.nbytes * (tp == counted)
                     here = self._stages[0].take(piece.source)
                     if here is None:
                         self._turn(failed)

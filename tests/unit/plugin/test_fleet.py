@@ -37,7 +37,12 @@ class Engines:
         self.by_url = {url: FakeEngine(url) for url in urls}
         self.stopped: list[str] = []
         members = [
-            SimpleNamespace(engine=engine, ranks=rank + 1, stop=lambda url=url: self.stopped.append(url))
+            SimpleNamespace(
+                engine=engine,
+                ranks=rank + 1,
+                ended=lambda _patience: None,
+                stop=lambda url=url: self.stopped.append(url),
+            )
             for rank, (url, engine) in enumerate(self.by_url.items())
         ]
         self.fleet = Fleet(cast(list[Member], members))

@@ -63,7 +63,7 @@ def make(
     def start(specs: Any) -> list[SimpleNamespace]:
         assert [spec.seed for spec in specs] == [0, 1]
         made = [FakeEngine(f"http://127.0.0.1:{port}", answer, "5") for port in (1, 2)]
-        return [SimpleNamespace(engine=engine, ranks=1, stop=lambda: None) for engine in made]
+        return [SimpleNamespace(engine=engine, ranks=1, stop=lambda: None, ended=lambda _: None) for engine in made]
 
     def make(*flags: str) -> tuple[RolloutManager, MemoryStore]:
         store = MemoryStore()
