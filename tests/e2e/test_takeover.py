@@ -6,7 +6,7 @@ import pytest
 
 from tests.e2e.jobs import SMALL, Marked, await_output, read_report, run, running, steps_of
 
-pytestmark = [pytest.mark.integration, pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_a_second_job_is_refused_or_takes_over(checkpoint: Path, tmp_path: Path, marked: Marked) -> None:
