@@ -130,8 +130,9 @@ def _update(parts: Parts, observer: Observer) -> UpdateRecord:
     observer.phase_started("update")
 
     def look() -> None:
-        if progress := parts.progress():
-            observer.progress(*progress)
+        done, total = parts.progress() or (0, 0)
+        if total:
+            observer.progress(done, total)
 
     update: WeightUpdate = parts.each("update_weights", parts.manager, tick=look)[0]
     _say_engine_news(parts, observer)

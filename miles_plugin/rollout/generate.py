@@ -115,7 +115,7 @@ class Sampler:
         prompts = [self._encode(sample) for sample in samples]
         answers: dict[int, dict[str, Any]] = {}
         while missing := [position for position in range(len(prompts)) if position not in answers]:
-            engines = self._fleet.serving()
+            engines = self._fleet.serving()[: len(missing)]  # one that is asked for nothing refuses
             chunks = _split_evenly(missing, len(engines))
             with ThreadPoolExecutor(len(engines)) as pool:
                 jobs = [

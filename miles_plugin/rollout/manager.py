@@ -138,7 +138,7 @@ class RolloutManager:
         self._progress = nbytes, total
 
     def progress(self) -> tuple[int, int]:
-        """What `note_progress` was told last; safe to call beside any other method."""
+        """What `note_progress` was told of this update, (0, 0) before that; safe to call beside any other method."""
         return self._progress
 
     def begin(self, shuffled: bool, state: Mapping[str, Any] | None = None) -> None:
@@ -242,6 +242,7 @@ class RolloutManager:
         self._versions.register_trainer(trainer, takeover)
 
     def allocate_version(self, trainer: str) -> int:
+        self._progress = (0, 0)  # an update begins
         return self._versions.allocate(trainer)
 
     def announce_version(self, version: int, trainer: str) -> None:

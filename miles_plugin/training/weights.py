@@ -116,15 +116,18 @@ class _Proof:
 
 
 class _Progress:
-    """Tells the manager how much was sent, not too often; nobody waits for that."""
+    """Tells the manager how much was sent, not too often, and the first and the last of an update always; nobody waits
+    for that."""
 
     def __init__(self, manager: Any, total_bytes: int) -> None:
         self._note: Callable[[int, int], Any] = manager.note_progress.options(concurrency_group=CONTROL).remote
-        self._total, self._told_at = total_bytes, 0.0
+        self._total, self._told_at, self._last = total_bytes, 0.0, 0
 
     def __call__(self, nbytes: int) -> None:
         now = time.monotonic()
-        if now > self._told_at + _PROGRESS_SECONDS:
+        begins_or_ends = nbytes <= self._last or nbytes >= self._total
+        self._last = nbytes
+        if begins_or_ends or now > self._told_at + _PROGRESS_SECONDS:
             self._told_at = now
             self._note(nbytes, self._total)
 
