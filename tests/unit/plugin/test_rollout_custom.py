@@ -337,6 +337,10 @@ def test_an_engine_that_refuses_what_a_function_asks_stays(run: Callable[..., li
     first, second = engines(right)
     with pytest.raises(CustomFunctionError, match="generate: 400"):
         run([gone(first.url, 400), second], *GENERATE)
+    another = gone("http://127.0.0.1:9")  # a server that the function asks besides
+    another.url = first.url
+    with pytest.raises(CustomFunctionError, match="no answer"):
+        run([another, second], *GENERATE)
 
 
 def returned(**changes: Any) -> SimpleNamespace:
