@@ -29,7 +29,7 @@ from miles_plugin.rollout.inputs import RolloutFnTrainInput
 from miles_plugin.rollout.source import check_same_prompts, open_prompts
 from miles_plugin.version import VersionAuthority
 from miles_plugin.version_owner import Owner
-from miles_plugin.weight_transfer.p2p import protocol_of
+from miles_plugin.weight_transfer.transfer_engine import protocol_of
 from mooncake_store import BatchRef, StoreUnavailable, batch_digest
 from mooncake_store.bounded import attempts
 from mooncake_store.ledger import Ledger

@@ -21,9 +21,10 @@ from miles_plugin.training.policy import WEIGHT_DTYPE
 from miles_plugin.weight_transfer.broadcast import Broadcaster, Bystander
 from miles_plugin.weight_transfer.equality import Checksum, Expected, checksum_of, compare
 from miles_plugin.weight_transfer.layout import Layout
-from miles_plugin.weight_transfer.p2p import PeerWriter, protocol_of
+from miles_plugin.weight_transfer.p2p import PeerWriter
 from miles_plugin.weight_transfer.ranks import Ranks
 from miles_plugin.weight_transfer.transfer import Transport, Updater
+from miles_plugin.weight_transfer.transfer_engine import protocol_of
 
 # A rank that hangs holds the others for this long at most.
 _RANK_TIMEOUT = timedelta(minutes=10)
