@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from mooncake_store.arrays import Bytes
 
 CLOSE_SECONDS = 5.0
+# A function that waits for the one who waits here must not hold it up for ever.
+SETTLE_SECONDS = 1.0
 _log = logging.getLogger(__name__)
 
 
@@ -33,6 +35,15 @@ class Releases:
                 self._thread = threading.Thread(target=self._run, name="store releases", daemon=True)
                 self._thread.start()
         weakref.finalize(root, self._put, functions).atexit = False
+
+    def settle(self) -> None:
+        """Let what was queued so far be called, a bounded time; at once in the thread that calls it."""
+        with self._lock:
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            called = threading.Event()
+            self._queue.put(called.set)
+            called.wait(SETTLE_SECONDS)
 
     def close(self) -> None:
         """Let what was queued be called, a bounded time."""

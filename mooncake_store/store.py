@@ -270,6 +270,8 @@ class ObjectStore:
         self._check_open()
         self._check_ref(ref)
         self._give_up_prefetch(ref.key)
+        # Arrays that are gone are looked after first: what this frees was not taken from under them.
+        self._releases.settle()
         self._carrier.remove(ref)
         self._count(removes=1)
 

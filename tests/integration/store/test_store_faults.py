@@ -20,7 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -202,6 +203,23 @@ def _private(process: psutil.Process) -> int:
     """Bytes of memory without what is shared with the holder."""
     memory = process.memory_info()
     return int(memory.rss - memory.shared)
+
+
+def test_what_was_let_go_of_before_it_was_removed_was_not_taken_away(
+    master: MasterProcess, holder: RunningHolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where the thread that looks after the end of arrays gets no time."""
+    with store_with(master.address) as store:
+        queue, get = store._releases._queue, store._releases._queue.get
+        late = SimpleNamespace(put=queue.put, get=lambda: (time.sleep(0.02), get())[1])
+        store._releases._queue = cast(Any, late)
+        for number in range(30):
+            ref = store.put({"reward": np.array([float(number)])})
+            with store.get(ref) as got:
+                assert got["reward"][0] == number
+            del got
+            store.remove(ref)
+    assert not caplog.records
 
 
 @pytest.mark.slow

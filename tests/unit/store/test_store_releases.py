@@ -28,6 +28,34 @@ def root() -> np.ndarray:
     return np.frombuffer(memoryview(bytearray(range(64))), dtype=np.uint8)
 
 
+def test_what_ended_is_told_before_settle_returns(releases: Releases) -> None:
+    releases.settle()
+    told: list[int] = []
+    started, go_on = threading.Event(), threading.Event()
+    releases.call_when_gone(root(), started.set, lambda: go_on.wait(10) and None)
+    assert started.wait(10)
+    for number in range(100):
+        releases.call_when_gone(root(), functools.partial(told.append, number))
+    threading.Timer(0.1, go_on.set).start()
+    releases.settle()
+    assert told == list(range(100))
+
+
+def test_settle_waits_neither_for_itself_nor_for_ever(releases: Releases, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SETTLE_SECONDS", 0.1)
+    settled, go_on = threading.Event(), threading.Event()
+
+    def told() -> None:
+        releases.settle()
+        settled.set()
+        go_on.wait(10)
+
+    releases.call_when_gone(root(), told)
+    assert settled.wait(10)
+    releases.settle()
+    go_on.set()
+
+
 Derive = Callable[[np.ndarray], object]
 
 
