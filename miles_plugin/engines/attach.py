@@ -140,7 +140,9 @@ def _answers(url: str, expected: Expected) -> Answers:
             raise ValueError(f"its answers lack {', '.join(lacking)}")
         return Answers(server, model, _unregistered(engine, server, expected))
     except EngineError as error:
-        if error.status is None:
+        if error.status == HTTPStatus.OK:
+            step = "what answers there is no SGLang server; correct the address"
+        elif error.status is None:
             step = "start the engine, or correct the address"
         elif error.status in _UNAUTHORIZED:
             step = "it asks for a key, which the job does not send: restart it without --api-key"

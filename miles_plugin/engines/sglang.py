@@ -3,7 +3,9 @@
 Endpoints and their fields are those of SGLang 0.5.23, each seen working there.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from http import HTTPStatus
 from typing import Any
 
 import httpx
@@ -121,16 +123,17 @@ class SGLangEngine:
 
     def weight_version(self, seconds: float | None = None) -> str:
         """The version the engine says it serves, within `seconds`; "default" before the first stamp."""
-        return str(self.model_info(seconds)["weight_version"])
+        with _sensible(f"{self.url}/model_info"):
+            return str(self.model_info(seconds)["weight_version"])
 
     def model_info(self, seconds: float | None = None) -> dict[str, Any]:
         """The model as it is now: model_path, weight_version, architectures, disaggregation_mode, ..."""
         timeout = None if seconds is None else _within(seconds)
-        return dict(self._request("GET", "/model_info", timeout=timeout).json())
+        return self._described("/model_info", timeout)
 
     def server_info(self) -> dict[str, Any]:
         """What the server was started with: tp_size, dtype, enable_lora, ...; flat, by SGLang's names."""
-        return dict(self._request("GET", "/server_info").json())
+        return self._described("/server_info")
 
     def checksums(self) -> list[dict[str, str]]:
         """By tensor-parallel rank: the checksum of every tensor it holds, under SGLang's own names.
@@ -138,9 +141,10 @@ class SGLangEngine:
         On a CPU the first 8 bytes of the SHA-256 of its bytes, in hex.
         """
         answer = self._post("/weights_checker", {"action": "checksum"})
-        # One entry for each model that a rank runs, all of which say the same rank.
-        ranks = sorted(answer["ranks"], key=lambda each: int(each["parallelism_info"][0]["tp_rank"]))
-        return [dict(each["checksums"]) for each in ranks]
+        with _sensible(f"{self.url}/weights_checker"):
+            # One entry for each model that a rank runs, all of which say the same rank.
+            ranks = sorted(answer["ranks"], key=lambda each: int(each["parallelism_info"][0]["tp_rank"]))
+            return [dict(each["checksums"]) for each in ranks]
 
     def registered_memory(self, rank: int) -> tuple[str, dict[str, tuple[int, int, int]]]:
         """Where the Transfer Engine may write on one tensor-parallel rank.
@@ -148,9 +152,12 @@ class SGLangEngine:
         Returns the session and, under SGLang's own names, (address, elements, bytes per element) of every parameter.
         The server must be started with --remote-instance-weight-loader-start-seed-via-transfer-engine.
         """
-        answer = self._request("GET", f"/remote_instance_transfer_engine_info?rank={rank}").json()
-        session, memory = answer["remote_instance_transfer_engine_info"]
-        return session, {name: tuple(where) for name, where in memory.items()}
+        path = f"/remote_instance_transfer_engine_info?rank={rank}"
+        with _sensible(f"{self.url}{path}"):
+            session, memory = self._described(path)["remote_instance_transfer_engine_info"]
+            return session, {
+                name: (int(address), int(elements), int(width)) for name, (address, elements, width) in memory.items()
+            }
 
     def close(self) -> None:
         self._http.close()
@@ -159,10 +166,16 @@ class SGLangEngine:
         response = self._request("POST", path, body, timeout)
         if not is_json:
             return response.text
-        answer = response.json()
+        with _sensible(f"{self.url}{path}"):
+            answer = response.json()
         if isinstance(answer, dict) and answer.get("success") is False:
             raise EngineError(f"{self.url}{path}: {answer.get('message')}")
         return answer
+
+    def _described(self, path: str, timeout: httpx.Timeout | None = None) -> dict[str, Any]:
+        response = self._request("GET", path, timeout=timeout)
+        with _sensible(f"{self.url}{path}"):
+            return dict(response.json())
 
     def _request(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout: httpx.Timeout | None = None
@@ -207,6 +220,15 @@ class AsyncHTTP:
 
     async def close(self) -> None:
         await self._http.aclose()
+
+
+@contextmanager
+def _sensible(what: str) -> Iterator[None]:
+    """Raise EngineError for an answer that is no JSON, or has not what it should: a proxy's page, another server's."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise EngineError(f"{what}: an answer that makes no sense: {error!r}", HTTPStatus.OK) from error
 
 
 def _within(seconds: float) -> httpx.Timeout:

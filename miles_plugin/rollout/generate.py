@@ -126,7 +126,7 @@ class Sampler:
                 try:
                     answers.update(zip(chunk, job.result(), strict=True))
                 except EngineError as error:
-                    if error.status is not None and error.status < 500:
+                    if error.status in range(400, 500):
                         raise  # of the request, whoever is asked
                     self._fleet.leave(Left(engine.url, "generate", str(error)))
         for position, (sample, prompt) in enumerate(zip(samples, prompts, strict=True)):

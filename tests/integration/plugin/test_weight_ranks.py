@@ -110,6 +110,7 @@ def lose_a_rank(rank: int) -> dict[str, Any]:
         return rank
 
     ranks = Ranks(dist.new_group(backend="gloo", timeout=PATIENCE))
+    dist.barrier()  # rank 0 has the store by which the others meet, and is soon gone
     if rank > 0:
         return {"ended": reason_of(lambda: ranks.follow({"end": end}))}
     return {"ended": reason_of(lambda: ranks.take({"end": end}, "end", os.environ["LOST"]))}

@@ -239,7 +239,7 @@ def closes(request: BaseHTTPRequestHandler) -> None:
     ("answer", "words"),
     [
         (lambda request: say(request, {"error": "no"}, 404), "HTTP 404: .*no SGLang server, or one that failed"),
-        (lambda request: say(request, b"<html>"), "what answers there is no SGLang server .*correct the address"),
+        (lambda request: say(request, b"<html>"), "what answers there is no SGLang server.*correct the address"),
         (lambda request: say(request, [1, 2]), "no SGLang server"),
         (lambda request: say(request, b"\xff"), "no SGLang server"),
         (lambda request: say(request, {"status": "ok"}), "no SGLang server .its answers lack tp_size, dtype, version"),

@@ -86,3 +86,44 @@ def test_an_engine_that_is_not_there_is_named_at_once() -> None:
             await http.post("http://127.0.0.1:9/generate", {})
 
     assert serve([], use) == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<html>502 from a proxy</html>",
+        "[1, 2]",
+        "null",
+        "{}",
+        '{"ranks": 1, "remote_instance_transfer_engine_info": {}}',
+    ],
+)
+@pytest.mark.parametrize(
+    "ask",
+    [
+        SGLangEngine.weight_version,
+        SGLangEngine.checksums,
+        lambda engine: engine.registered_memory(0),
+        lambda engine: engine.generate([[1]], {}),
+    ],
+    ids=["version", "checksums", "memory", "generate"],
+)
+def test_an_answer_that_makes_no_sense_is_an_engine_error(ask: Callable[[SGLangEngine], object], text: str) -> None:
+    """So that an update, or a rollout, goes on without that engine."""
+
+    async def run() -> None:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read(65536)
+            writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode())
+            writer.close()
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        engine = SGLangEngine(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        try:
+            with pytest.raises(EngineError, match=engine.url):
+                await asyncio.to_thread(ask, engine)
+        finally:
+            engine.close()
+            server.close()
+
+    asyncio.run(run())

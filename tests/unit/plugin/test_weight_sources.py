@@ -45,7 +45,10 @@ def test_weights_come_in_order_and_cast_whatever_yields_them(kind: Any) -> None:
         assert torch.equal(tensor, weights[name].detach().to(BF16))
 
 
-def test_a_model_s_weights_are_cast_after_they_were_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "weights_of", [full_parameters, lambda model, dtype: named_weights(dict(model.named_parameters()), dtype)]
+)
+def test_weights_are_cast_after_they_were_gathered(weights_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that copies are compared as the trainer has them."""
     gathered = []
 
@@ -56,7 +59,7 @@ def test_a_model_s_weights_are_cast_after_they_were_gathered(monkeypatch: pytest
     monkeypatch.setattr(sources, "_whole", whole)
     model = make_model(tied=False)
     parameters = dict(model.named_parameters())
-    given = dict(full_parameters(model, BF16))
+    given = dict(weights_of(model, BF16))
     assert set(gathered) == {F32}
     assert given.keys() == parameters.keys()
     assert all(torch.equal(tensor, parameters[name].detach().to(BF16)) for name, tensor in given.items())
