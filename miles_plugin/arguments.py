@@ -80,6 +80,11 @@ class LayoutArguments(BaseModel):
         description="a Ray cluster that is there already, as HOST:PORT or auto: its nodes offer the resources "
         "rollout_node and trainer_node_0, ...; default: a local one that ends with the job",
     )
+    pin_rollout_manager_to_head: bool = Field(
+        False,
+        description="the rollout manager runs on Ray's head node, whose address is stable in many clusters; engines "
+        "that the job starts are where it is, so that node has to offer rollout_node",
+    )
     colocate: bool = Field(False, description="trainers and engines on the same GPUs: not supported, and refused")
 
     @property
@@ -237,6 +242,11 @@ class CheckpointArguments(BaseModel):
         None,
         description="directory of checkpoints to resume from, the newest one; when it is also --save and still empty, "
         "the job starts from the beginning",
+    )
+    takeover: bool = Field(
+        False,
+        description="take --save over from a job that still runs, or that cannot be told to have ended: it can "
+        "update and save no more",
     )
 
 

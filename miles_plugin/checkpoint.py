@@ -1,6 +1,6 @@
 """Checkpoints of a job on disk: complete or absent, and found again after any crash.
 
-    DIR/versions.log                        the policy versions of every run that saved here; numbers are never reused
+    DIR/versions/                           the policy versions of every run that saved here; numbers are never reused
     DIR/latest_checkpointed_iteration.txt   number of the newest checkpoint (its name is that of Megatron and miles)
     DIR/iter_0000010/                       after 10 rollouts, counted over all arms
         .metadata, *.distcp                 model, optimizer, scheduler and RNG, by torch.distributed.checkpoint
@@ -13,8 +13,8 @@ A checkpoint is written under a temporary name and renamed; the file that names 
 import contextlib
 import fcntl
 import json
-import os
 import re
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from miles_plugin import durable
 from miles_plugin.arguments import (
     DataArguments,
     PolicyArguments,
@@ -32,12 +33,12 @@ from miles_plugin.arguments import (
     TrainingArguments,
 )
 from miles_plugin.report.record import Report, finite
-from miles_plugin.version import VersionAuthority
+from miles_plugin.version import newest_version
 from mooncake_store.errors import ConfigError
 
 FORMAT = 1
 LATEST = "latest_checkpointed_iteration.txt"
-VERSIONS_LOG = "versions.log"
+VERSIONS = "versions"
 _JOB, _REPORT, _LOCK = "job.json", "report.json", "lock"
 _NAME = re.compile(r"iter_\d{7}")
 # Of a model's config.json what says nothing about its shape.
@@ -99,8 +100,7 @@ class Resume:
 
     def newest_version(self) -> int:
         """The highest policy version known to be used: the job may have gone on for a while after it saved."""
-        log = self.directory.parent / VERSIONS_LOG
-        return max(self.progress.version, VersionAuthority(log).newest)
+        return max(self.progress.version, newest_version(self.directory.parent / VERSIONS))
 
 
 def name_of(number: int) -> str:
@@ -174,7 +174,7 @@ def check_save(config: TrainConfig) -> None:
             f"load={config.load}: save={config.save} holds later checkpoints, which this job would replace: "
             f"{', '.join(later)}; name another --save directory, or go on from the newest with --load {config.save}"
         )
-    if (config.save / _LOCK).exists():
+    if (config.save / _LOCK).exists() and not config.takeover:
         with _locked(config.save):
             pass
 
@@ -193,8 +193,11 @@ def check_writable(setting: str, directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def claim(save: Path | None) -> Iterator[None]:
+def claim(save: Path | None, takeover: bool = False) -> Iterator[None]:
     """Hold the directory against a second job; the claim ends with this process, however it ends.
+
+    Args:
+        takeover: also from a job that is running; the version log fences that one.
 
     Raises:
         ConfigError: another job saves there now.
@@ -204,6 +207,8 @@ def claim(save: Path | None) -> Iterator[None]:
         return
     try:
         save.mkdir(parents=True, exist_ok=True)
+        if takeover:  # the lock of a file without a name stays with the other job, and is in nobody's way
+            (save / _LOCK).unlink(missing_ok=True)
         (save / _LOCK).touch()
     except OSError as error:
         raise ConfigError(f"save={save}: {error}; name a directory that can be made and written") from error
@@ -219,26 +224,31 @@ def _locked(save: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ConfigError(f"save={save}: another running job saves there; stop it, or name another") from None
+            raise ConfigError(
+                f"save={save}: another running job saves there; stop it, name another directory, or take over with "
+                "--takeover, which fences that job"
+            ) from None
         yield
 
 
 def begin(save: Path, number: int) -> Path:
-    """An empty directory for the trainers' state of checkpoint `number`; `commit` makes it a checkpoint."""
-    partial = save / f"{name_of(number)}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
+    """An empty directory for the trainers' state of checkpoint `number`; `commit` makes it a checkpoint.
+
+    Its name is new: a job that was taken over may still be writing one of the same number.
+    """
+    partial = save / f"{name_of(number)}.{secrets.token_hex(4)}.partial"
     partial.mkdir(parents=True)
     return partial
 
 
 def commit(partial: Path, progress: Progress, config: TrainConfig, report: Mapping[str, Any]) -> Path:
     """Make `partial`, which holds the trainers' state, the newest checkpoint of its directory. Durable on return."""
-    final = partial.with_suffix("")
+    final = partial.with_name(partial.name.partition(".")[0])
     settings = {name: config.model_dump(mode="json")[name] for name in _SHARED_SETTINGS}
-    _write(partial / _REPORT, json.dumps(finite(report), allow_nan=False))
+    durable.write(partial / _REPORT, json.dumps(finite(report), allow_nan=False))
     job = {"format": FORMAT, "settings": settings, "progress": asdict(progress), "model": _shape(Path(progress.policy))}
-    _write(partial / _JOB, json.dumps(job, indent=1))
-    _sync_directory(partial)
+    durable.write(partial / _JOB, json.dumps(job, indent=1))
+    durable.sync_directory(partial)
     if final.exists():  # of a run that was killed before it called this the newest
         shutil.rmtree(final)
     partial.rename(final)
@@ -248,9 +258,9 @@ def commit(partial: Path, progress: Progress, config: TrainConfig, report: Mappi
 
 def _point_to(newest: Path) -> None:
     pointer = newest.parent / f"{LATEST}.partial"
-    _write(pointer, f"{int(newest.name.removeprefix('iter_'))}\n")
+    durable.write(pointer, f"{int(newest.name.removeprefix('iter_'))}\n")
     pointer.rename(newest.parent / LATEST)
-    _sync_directory(newest.parent)
+    durable.sync_directory(newest.parent)
 
 
 def _latest_number(directory: Path) -> int:
@@ -323,18 +333,3 @@ def _check_model(resume: Resume, config: TrainConfig) -> None:
 def _shape(policy: Path) -> dict[str, Any]:
     described: dict[str, Any] = json.loads((policy / "config.json").read_text())
     return {name: value for name, value in described.items() if name not in _NOT_SHAPE}
-
-
-def _write(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

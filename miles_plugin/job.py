@@ -42,7 +42,7 @@ def train(config: TrainConfig, origins: Mapping[str, str] | None = None) -> Path
     """
     with contextlib.redirect_stdout(sys.stderr):  # a user's module may print when it is imported
         plan = check(config)
-    with interrupt.in_order(), checkpoint.claim(config.save):
+    with interrupt.in_order(), checkpoint.claim(config.save, config.takeover):
         plan = replace(plan, resume=checkpoint.find(config))  # another job may have saved there until the claim
         run_id = config.run_id or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         directory = _report_directory(config, run_id)
@@ -194,6 +194,7 @@ def _step(config: TrainConfig, parts: Parts, rollout_id: int, observer: Observer
         sample_versions=rollout.weight_versions,
         served_version=version,
         shards=shards,
+        requested_version=rollout.weight_version,
         updates=updates,
     )
 

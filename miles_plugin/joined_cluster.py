@@ -16,6 +16,8 @@ from mooncake_store.errors import ConfigError, StoreUnavailable
 
 _Result = TypeVar("_Result")
 REACH_SECONDS = 5.0
+# What Ray says that its head node has (ray 2.60).
+HEAD_RESOURCE = "node:__internal_head__"
 _OFFER = re.compile(rf"{ROLLOUT_NODE}|{trainer_node(0)[:-1]}\d+")
 _CALL_SECONDS = 120.0  # for a worker process to start on each node
 
@@ -81,12 +83,15 @@ def hosts(address: str) -> dict[str, list[str]]:
     }
 
 
-def find_nodes(address: str, world: Sequence[int], engine_gpus: int) -> tuple[NodeSpec, list[NodeSpec]]:
+def find_nodes(
+    address: str, world: Sequence[int], engine_gpus: int, on_head: bool = False
+) -> tuple[NodeSpec, list[NodeSpec]]:
     """What the cluster at `address` has for a job: the rollout node and the trainer nodes.
 
     Args:
         world: trainer ranks on each trainer node.
-        engine_gpus: GPUs of all engines, where the cluster has any.
+        engine_gpus: GPUs of all engines that the job starts, where the cluster has any; 0 when it starts none.
+        on_head: the rollout node has to be Ray's head; one that starts no engines need not offer itself.
 
     Raises:
         StoreUnavailable: no cluster answers there.
@@ -97,9 +102,20 @@ def find_nodes(address: str, world: Sequence[int], engine_gpus: int) -> tuple[No
     with _joined(address):
         nodes = _nodes()
         free = ray.available_resources()
-    rollout = _spec(nodes, ROLLOUT_NODE, engine_gpus, 1)
-    trainers = [_spec(nodes, trainer_node(index), ranks, ranks) for index, ranks in enumerate(world)]
-    for name in (ROLLOUT_NODE, *(trainer_node(index) for index in range(len(world)))):
+    if on_head and engine_gpus and _node(nodes, ROLLOUT_NODE) is not _head(nodes):
+        raise ConfigError(
+            f"pin_rollout_manager_to_head=True: engines start where the manager runs, and the head node at "
+            f"{_head(nodes)['NodeManagerAddress']} is not the one that offers {ROLLOUT_NODE}; start it with "
+            f"ray start --head --resources='{{\"{ROLLOUT_NODE}\": 1}}', or use engines that run already "
+            "(--rollout-external)"
+        )
+    rollout = _spec(nodes, ROLLOUT_NODE, _head(nodes) if on_head else _node(nodes, ROLLOUT_NODE), engine_gpus, 1)
+    trainers = [
+        _spec(nodes, trainer_node(index), _node(nodes, trainer_node(index)), ranks, ranks)
+        for index, ranks in enumerate(world)
+    ]
+    claimed = [*map(trainer_node, range(len(world))), *([] if on_head and not engine_gpus else [ROLLOUT_NODE])]
+    for name in claimed:
         if free.get(name, 0.0) < 1.0:
             raise ConfigError(
                 f"ray_address={address}: {name} is in use by another job; wait for it or stop it (`ray job list`)"
@@ -108,15 +124,19 @@ def find_nodes(address: str, world: Sequence[int], engine_gpus: int) -> tuple[No
 
 
 @contextlib.contextmanager
-def joined_cluster(address: str, trainers: int) -> Iterator[JoinedCluster]:
+def joined_cluster(address: str, trainers: int, on_head: bool = False) -> Iterator[JoinedCluster]:
     """Connect this process; at exit, disconnect. The cluster stays.
+
+    Args:
+        on_head: the rollout node is Ray's head, as `find_nodes` has found possible.
 
     Raises what `find_nodes` does.
     """
     with _joined(address):
         nodes = _nodes()
-        names = [ROLLOUT_NODE, *(trainer_node(index) for index in range(trainers))]
-        yield JoinedCluster({name: _node(nodes, name)["NodeID"] for name in names})
+        used = {ROLLOUT_NODE: _head(nodes) if on_head else _node(nodes, ROLLOUT_NODE)}
+        used |= {name: _node(nodes, name) for name in map(trainer_node, range(trainers))}
+        yield JoinedCluster({name: node["NodeID"] for name, node in used.items()})
 
 
 @contextlib.contextmanager
@@ -165,8 +185,11 @@ def _node(nodes: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
     )
 
 
-def _spec(nodes: Sequence[dict[str, Any]], name: str, gpus: int, cpus: int) -> NodeSpec:
-    node = _node(nodes, name)
+def _head(nodes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return next(node for node in nodes if node["Resources"].get(HEAD_RESOURCE))
+
+
+def _spec(nodes: Sequence[dict[str, Any]], name: str, node: dict[str, Any], gpus: int, cpus: int) -> NodeSpec:
     host, there = node["NodeManagerAddress"], int(node["Resources"].get("GPU", 0))
     if any(each["Resources"].get("GPU") for each in nodes) and there < gpus:
         raise ConfigError(

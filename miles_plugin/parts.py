@@ -15,7 +15,7 @@ from miles_plugin.arguments import TrainConfig
 from miles_plugin.cluster import ROLLOUT_NODE, LocalCluster, local_cluster, trainer_node
 from miles_plugin.engines.sglang import EngineError
 from miles_plugin.interrupt import no_descendant_left
-from miles_plugin.joined_cluster import JoinedCluster, joined_cluster
+from miles_plugin.joined_cluster import HEAD_RESOURCE, JoinedCluster, joined_cluster
 from miles_plugin.object_store import start_segment_holder
 from miles_plugin.plan import Plan
 from miles_plugin.report.units import nbytes
@@ -279,7 +279,9 @@ def start_parts(
         trainers = len(plan.trainer_nodes)
         cluster: LocalCluster | JoinedCluster
         if config.ray_address:
-            cluster = stack.enter_context(joined_cluster(config.ray_address, trainers))
+            cluster = stack.enter_context(
+                joined_cluster(config.ray_address, trainers, config.pin_rollout_manager_to_head)
+            )
         else:
             cluster = stack.enter_context(local_cluster(plan.rollout_node, plan.trainer_nodes))
         say(f"Ray: a rollout node and {trainers} trainer node{'s'[: trainers > 1]}{_where(config, plan)}")
@@ -288,7 +290,7 @@ def start_parts(
         if isinstance(cluster, JoinedCluster):
             share(cluster, config, start_from)
         say("starting the trainers and SGLang, which takes about half a minute")
-        parts = Parts(watch, _manager(plan, directory), _trainers(config, plan, run_id, directory), say)
+        parts = Parts(watch, _manager(config, plan, directory), _trainers(config, plan, run_id, directory), say)
         try:
             _connect(parts, master, config, plan, run_id, directory, start_from, say)
             yield parts, start_from
@@ -304,15 +306,18 @@ def _where(config: TrainConfig, plan: Plan) -> str:
     return f": {plan.rollout_node.host} and {', '.join(node.host for node in plan.trainer_nodes)}"
 
 
-def _manager(plan: Plan, directory: Path) -> Part:
+def _manager(config: TrainConfig, plan: Plan, directory: Path) -> Part:
     import ray
 
     from miles_plugin.rollout.actor import RolloutManagerActor
 
+    # In a local cluster the rollout node is the head. In another one, a head that starts no engines offers only itself.
+    on_head = config.ray_address and config.pin_rollout_manager_to_head and config.rollout_external
+    resources = {HEAD_RESOURCE: 0.001} if on_head else {ROLLOUT_NODE: 1}
     log = directory / "logs" / "rollout-manager.log"
     actor = (
         ray.remote(concurrency_groups={CONTROL: 1, ACKNOWLEDGE: 1})(RolloutManagerActor)
-        .options(resources={ROLLOUT_NODE: 1}, num_cpus=1, num_gpus=len(plan.rollout_node.gpus))
+        .options(resources=resources, num_cpus=1, num_gpus=len(plan.rollout_node.gpus))
         .remote(log)
     )
     return Part("the rollout manager", actor, log)

@@ -21,8 +21,10 @@ from mooncake_store.errors import ConfigError
 from mooncake_store.memory import memory_limit
 
 _MB = 1024**2
-# Measured, in MB. An engine is three processes; a node is a raylet with its agents, the first one also the GCS.
+# Measured, in MB. An engine is three processes, and one more for each rank after the first; a node is a raylet with
+# its agents, the first one also the GCS.
 _DRIVER, _MASTER, _HOLDER, _HEAD, _NODE, _MANAGER, _RANK, _ENGINE = 600, 50, 70, 450, 150, 450, 550, 1550
+_ENGINE_RANK = 500
 # float32 weights, gradients and two moments, for each byte of a bfloat16 checkpoint.
 _TRAINED_PER_CHECKPOINT_BYTE = 8
 _TINY_CHECKPOINT_BYTES = 2 * _MB
@@ -79,8 +81,9 @@ def processes(config: TrainConfig, plan: Plan) -> list[PlannedProcess]:
         )
     planned.append(PlannedProcess(ROLLOUT_NODE, "rollout manager", 1, _MANAGER * _MB, "Ray"))
     if not plan.engines:
-        engines = config.rollout_num_gpus // config.rollout_num_gpus_per_engine
-        memory = engines * (_ENGINE * _MB + weights)
+        ranks = config.rollout_num_gpus_per_engine
+        engines = config.rollout_num_gpus // ranks
+        memory = engines * ((_ENGINE + (ranks - 1) * _ENGINE_RANK) * _MB + weights)
         planned.append(PlannedProcess(ROLLOUT_NODE, "SGLang engine", engines, memory, "HTTP, internal"))
     ranks = config.actor_num_gpus_per_node
     trained = _TRAINED_PER_CHECKPOINT_BYTE * weights // config.world_size

@@ -49,7 +49,9 @@ def check(config: TrainConfig) -> Plan:
                 f"mooncake_master and name it (master_server_address, or {MASTER_VARIABLE})"
             )
         ranks = [config.actor_num_gpus_per_node] * config.actor_num_nodes
-        rollout_node, trainer_nodes = find_nodes(config.ray_address, ranks, _engine_gpus(config))
+        rollout_node, trainer_nodes = find_nodes(
+            config.ray_address, ranks, _engine_gpus(config), config.pin_rollout_manager_to_head
+        )
         return Plan(own_master, rollout_node, trainer_nodes, resume, _attach(config, rollout_node, trainer_nodes))
     gpus = _visible_gpus()
     needed = config.world_size + _engine_gpus(config)

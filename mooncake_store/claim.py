@@ -32,11 +32,13 @@ BEAT_SECONDS = 1.0
 SILENT_SECONDS = 45.0
 # The same for a run without a claim: one that was closed, or whose claim a restarted master lost a beat ago.
 UNCLAIMED_SECONDS = 5.0
+# A record whose writer is killed while it writes can be neither read nor removed for ten minutes (measured).
+BEAT_SLOTS = 4
 GIVE_UP_SECONDS = 60.0  # with a store that stalls while runs are watched
 
 
 class Claimant(msgspec.Struct, frozen=True):
-    """The process that owns a run.
+    """The process that owns something: a run's objects, or its policy versions.
 
     Attributes:
         token: 32 hex digits, of this claim alone.
@@ -48,6 +50,12 @@ class Claimant(msgspec.Struct, frozen=True):
     host: str
     pid: int
     process: str = ""
+
+    @classmethod
+    def here(cls) -> Claimant:
+        """This process, with a new token."""
+        pid = os.getpid()
+        return cls(uuid.uuid4().hex, socket.gethostname(), pid, _identity(pid))
 
     def __str__(self) -> str:
         return f"process {self.pid} of {self.host}"
@@ -84,9 +92,12 @@ def claim_key(run_id: str) -> str:
     return f"run/{run_id}/claim"
 
 
-def beat_key(run_id: str) -> str:
-    """Key of a run's heartbeat, a record that changes."""
-    return f"run/{run_id}/beat"
+def beat_key(run_id: str, slot: int = 0) -> str:
+    """Key of a run's heartbeat, a record that changes.
+
+    slot: below BEAT_SLOTS; the first unless a process was killed in the instant in which it wrote there.
+    """
+    return f"run/{run_id}/beat.{slot}" if slot else f"run/{run_id}/beat"
 
 
 def batch_prefix(run_id: str) -> str:
@@ -191,10 +202,12 @@ def sweep_dead(client: MooncakeClient, records: Records, run_ids: Collection[str
 
 
 def _beat_of(records: Records, run_id: str) -> bytes | None:
-    try:
-        return records.read(beat_key(run_id))
-    except IntegrityError:  # read while it was being replaced
-        return None
+    """What was beaten last, in whichever slots; None when there is nothing, or it is just being replaced."""
+    beats = []
+    for slot in range(BEAT_SLOTS):
+        with suppress(IntegrityError):  # read while it was being replaced
+            beats.append(records.read(beat_key(run_id, slot)))
+    return b"|".join(beat for beat in beats if beat is not None) or None
 
 
 class RunClaim:
@@ -206,12 +219,12 @@ class RunClaim:
 
     def __init__(self, client: MooncakeClient, records: Records, run_id: str) -> None:
         self._client, self._records, self._run_id = client, records, run_id
-        pid = os.getpid()
-        self._mine = Claimant(uuid.uuid4().hex, socket.gethostname(), pid, _identity(pid))
+        self._mine = Claimant.here()
         self._lock = threading.RLock()  # a signal handler may close the store in the midst of `take`
         self._held = self._released = False
         self._lost: Claimant | None = None
         self._beats, self._beaten = 0, time.monotonic()
+        self._slot = 0
 
     def take(self, segment: str, restarted: bool = False) -> None:
         """Claim the run, once; the records go to `segment`. What a dead owner of the same id left is swept.
@@ -271,7 +284,7 @@ class RunClaim:
                 with suppress(StoreError):
                     if owner_of(self._records, self._run_id) == self._mine:
                         self._client.remove(claim_key(self._run_id), BEAT_SECONDS)
-                        self._client.remove(beat_key(self._run_id), BEAT_SECONDS)
+                        self._client.remove(beat_key(self._run_id, self._slot), BEAT_SECONDS)
 
     def _take(self, segment: str, restarted: bool) -> None:
         mine = msgspec.json.encode(self._mine)
@@ -325,7 +338,14 @@ class RunClaim:
         self._beats += 1
         beat = f"{self._mine.token} {self._beats}".encode()
         began = time.monotonic()
-        self._records.replace(beat_key(self._run_id), beat, segment)
+        while True:
+            try:
+                self._records.replace(beat_key(self._run_id, self._slot), beat, segment)
+                break
+            except StoreUnavailable as error:
+                if error.code != codes.NOT_READY or self._slot + 1 == BEAT_SLOTS:
+                    raise
+                self._slot += 1  # whoever owned the run before was killed while it beat
         self._beaten = began
 
     def _in_use(self, owner: Claimant | None) -> ConfigError:

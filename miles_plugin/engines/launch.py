@@ -105,6 +105,8 @@ def command(spec: EngineSpec, ports: tuple[int, int, int]) -> list[str]:
     flags = [
         *("--model-path", str(spec.model), "--host", spec.host, "--port", str(port)),
         *("--random-seed", str(spec.seed), "--log-level", "warning", "--tp", str(spec.ranks)),
+        # What trainers send; "auto" would serve a float32 checkpoint as float16.
+        *("--dtype", "bfloat16"),
     ]
     if not spec.gpus:
         flags += ["--max-total-tokens", str(CPU_CACHE_TOKENS)]

@@ -61,6 +61,7 @@ class Step:
     reward: mean verifier score of the samples. held_out_accuracy: after the update, None where not measured.
     tokens: generated. seconds, nbytes: of generate, put, get, train, update, as far as each has them.
     versions: that made the samples, and that was served after the update (None: there was no update).
+    requested_version: the current one when the rollout began (None: there was none yet).
     updates: of weights, in order: the one after the training comes last; one before the rollout brought engines that
     had left the rotation back.
     prompts_digest: xxh3-128 of the rollout's prompts in order; equal for equal items, whatever was sampled.
@@ -82,6 +83,7 @@ class Step:
     sample_versions: list[str]
     served_version: int | None
     shards: list[ShardRecord]
+    requested_version: int | None = None
     updates: list[UpdateRecord] = field(default_factory=list)
 
 
@@ -109,6 +111,12 @@ class Arm:
         made = [int(version) for version in self.steps[index].sample_versions if version.isdigit()]
         served = [step.served_version for step in self.steps[:index] if step.served_version is not None]
         return max(served + made) - min(made) if made else 0
+
+    def requested_lag(self, index: int) -> int:
+        """How many versions behind the one that was current when it began the oldest sample of `steps[index]` is."""
+        step = self.steps[index]
+        made = [int(version) for version in step.sample_versions if version.isdigit()]
+        return max(0, step.requested_version - min(made)) if made and step.requested_version is not None else 0
 
     def digests_equal(self) -> bool:
         """Whether every rank got what was put for it."""

@@ -31,19 +31,24 @@ _PROGRESS_SECONDS = 0.5
 
 
 class ManagedVersions:
-    """The rollout manager's version authority, as trainer rank 0 calls it."""
+    """The rollout manager's version authority, as trainer rank 0 calls it under the name `trainer`.
 
-    def __init__(self, manager: Any) -> None:
-        self._manager = manager
+    Raises:
+        WriterRefused: another trainer updates this run.
+    """
+
+    def __init__(self, manager: Any, trainer: str) -> None:
+        self._manager, self._trainer = manager, trainer
+        _get(manager.register_trainer.remote(trainer))
 
     def allocate(self) -> int:
-        return int(_get(self._manager.allocate_version.remote()))
+        return int(_get(self._manager.allocate_version.remote(self._trainer)))
 
     def announce(self, version: int) -> None:
-        _get(self._manager.announce_version.remote(version))
+        _get(self._manager.announce_version.remote(version, self._trainer))
 
     def commit(self, version: int, confirmed: Sequence[str], left: Sequence[Left]) -> None:
-        _get(self._manager.engines_updated.remote(version, confirmed, left))
+        _get(self._manager.commit_version.remote(version, self._trainer, confirmed, left))
 
 
 def open_updater(
@@ -64,7 +69,7 @@ def open_updater(
     return Updater(
         _transport(config, layout, ranks, run_id, host, device_type),
         ranks,
-        ManagedVersions(manager) if is_first else None,
+        ManagedVersions(manager, f"{run_id}/trainer-0@{host}:{os.getpid()}") if is_first else None,
         config.pause_generation_mode,
         prove=(lambda: _Proof(layout(config.rollout_num_gpus_per_engine), checksum)) if checksum else None,
         progress=_Progress(manager, total) if is_first else None,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,6 +21,8 @@ from miles_plugin.weight_transfer.transfer import Bounds
 from mooncake_store.bounded import bounded
 from mooncake_store.process import free_ports
 
+# Seconds between looks at who has failed while a bucket is on its way.
+_LOOK_SECONDS = 0.002
 # Seconds for an engine to leave a group, and for this process to.
 _LEAVE_SECONDS = 10.0
 
@@ -105,11 +108,9 @@ class EngineGroup:
             self._pool.submit(client.receive_bucket, bucket.names, bucket.dtypes, bucket.shapes, self._name, seconds)
             for client in self._clients
         ]
-        broken: Exception | None = None
-        try:
-            self._group.broadcast(bucket.flat, 0).wait(timedelta(seconds=seconds))
-        except RuntimeError as error:
-            broken = error
+        broken = self._broadcast(bucket.flat, loading, seconds)
+        refused = {engine.url for engine, job in zip(self.engines, loading, strict=True) if job.done()}
+        if broken:
             self._drop()  # closes its connections, so that engines which still wait for bytes fail too
         failed: dict[str, EngineError] = {}
         for engine, job in zip(self.engines, loading, strict=True):
@@ -117,12 +118,31 @@ class EngineGroup:
                 job.result()
             except EngineError as error:
                 failed[engine.url] = error
-        if broken is not None:
-            # An engine that says so lost the bytes that another, which does not answer, or this process lost.
-            failed = {url: error for url, error in failed.items() if error.status is None}
+        if broken:
+            # To blame is who does not answer, or else who said no while the others still waited; what those say who
+            # lost their bytes for that comes later.
+            silent = {url for url, error in failed.items() if error.status is None}
+            failed = {url: error for url, error in failed.items() if url in (silent or refused)}
             if not failed:
                 raise Broken(f"the broadcast of a bucket of {bucket.flat.nbytes} bytes failed: {broken}")
         return {url: str(error) for url, error in failed.items()}
+
+    def _broadcast(self, flat: torch.Tensor, loading: Sequence[Future[None]], seconds: float) -> str:
+        """Why the bytes did not get to all; empty when they did. An engine that says no ends the wait for others."""
+        assert self._group is not None
+        deadline = time.monotonic() + seconds
+        try:
+            work = self._group.broadcast(flat, 0)
+            while not work.is_completed():
+                done, _ = wait(loading, _LOOK_SECONDS, FIRST_EXCEPTION)
+                if any(job.exception() for job in done):
+                    return "an engine refused it"
+                if time.monotonic() > deadline:
+                    return f"it took more than {seconds:.0f} s"
+            work.wait()
+        except RuntimeError as error:
+            return str(error)
+        return ""
 
     def leave(self) -> None:
         """Dissolve the group, on the engines that still answer too; idempotent."""

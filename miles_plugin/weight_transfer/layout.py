@@ -368,7 +368,8 @@ def check_registered(layout: Layout, rank: int, memory: Mapping[str, tuple[int, 
         raise mismatch(unknown[0], "no weight of the model lies there")
 
 
-# Server settings under which memory is not what the table says, though names and sizes may agree.
+# Server settings under which memory is not what the table says, though names and sizes may agree. What only a server's
+# environment says (SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED, off by default, interleaves w13) only checksums can tell.
 _SERVED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "pp_size": ((1,), "each stage of a pipeline holds some layers only"),
     "ep_size": ((1,), "with expert parallelism each rank holds some experts only, and may move them"),

@@ -222,6 +222,7 @@ class _Update:
         """Send until all engines that are left have everything; bytes sent."""
         blameless = 0  # attempts that failed for no engine's sake
         while True:
+            self._connect()  # without those that left since
             self._proof = self._settings.prove() if self._settings.prove is not None else None
             sent: list[Sent] = self._settings.ranks.take(self._steps, "send")
             engines = self._engines
@@ -233,7 +234,6 @@ class _Update:
             blameless += self._engines == engines
             if blameless > 1:
                 self._drop("transfer", dict.fromkeys((each.url for each in engines), broken[0]))
-            self._connect()
 
     def _observed(self) -> Iterator[NamedTensor]:
         """The source, as it goes past who counts and who proves."""

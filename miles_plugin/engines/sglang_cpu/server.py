@@ -23,7 +23,9 @@ hooks.register()
 CPU_FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--disable-cuda-graph", "--disable-overlap-schedule", "--grammar-backend", "none"),
-    *("--mem-fraction-static", "0.1", "--skip-server-warmup"),
+    # Of the memory that is free as the model loads: what other processes take meanwhile counts as the model's, and
+    # with less than that left the server ends. Its cache is bounded by tokens.
+    *("--mem-fraction-static", "0.3", "--skip-server-warmup"),
     # An idle scheduler polls without pause otherwise, and takes a whole core from the trainers.
     "--sleep-on-idle",
 )

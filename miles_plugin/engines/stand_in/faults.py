@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import msgspec
 
+# Until a stop has reached all threads: none may answer before.
+_STOP_SECONDS = 0.2
 # Longer than any test; a hung request ends with its server.
 _HANG_SECONDS = 3600.0
 _MOST_CALLS = 100_000
@@ -117,6 +119,7 @@ def strike(fault: Fault) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(_STOP_SECONDS)
 
 
 def striker(due: list[Fault], when: str) -> Callable[[], None]:

@@ -14,7 +14,7 @@ ray = pytest.importorskip("ray", reason="the extra `train` is not installed")
 from miles_plugin.arguments import TrainConfig  # noqa: E402
 from miles_plugin.arguments_sources import load_config  # noqa: E402
 from miles_plugin.cluster import NodeFailed  # noqa: E402
-from miles_plugin.joined_cluster import JoinedCluster, find_nodes, hosts, joined_cluster  # noqa: E402
+from miles_plugin.joined_cluster import HEAD_RESOURCE, JoinedCluster, find_nodes, hosts, joined_cluster  # noqa: E402
 from miles_plugin.shared_files import share  # noqa: E402
 from miles_plugin.training.tiny_policy import build_model, build_tokenizer, save_checkpoint  # noqa: E402
 from mooncake_store.errors import ConfigError, StoreUnavailable  # noqa: E402
@@ -55,6 +55,39 @@ def test_what_is_missing_or_in_use_is_named(cluster: Any) -> None:
         find_nodes(cluster.address, [1, 1], 1)
     with pytest.raises(StoreUnavailable, match=r"ray_address=127\.0\.0\.1:1: no Ray cluster answers there"):
         find_nodes("127.0.0.1:1", [1], 1)
+
+
+def test_a_manager_on_the_head_needs_no_offer_there_unless_it_starts_engines(cluster: Any) -> None:
+    """The cluster's head offers rollout_node; of one whose worker does, it is the head all the same."""
+    assert find_nodes(cluster.address, [2], 1, on_head=True)[0].host == HEAD
+    with joined_cluster(cluster.address, 1):
+        nodes = ray.nodes()
+    swapped = [dict(node, Resources=dict(node["Resources"])) for node in nodes]
+    for node in swapped:
+        node["Resources"].pop("rollout_node", None)
+        if node["NodeManagerAddress"] == WORKER:
+            node["Resources"]["rollout_node"] = 1.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray, "nodes", lambda: swapped)
+        assert find_nodes(cluster.address, [2], 0, on_head=True)[0].host == HEAD
+        assert find_nodes(cluster.address, [2], 1)[0].host == WORKER
+        expected = rf"pin_rollout_manager_to_head=True: .*head node at {HEAD} is not .*--head --resources.*external"
+        with pytest.raises(ConfigError, match=expected):
+            find_nodes(cluster.address, [2], 1, on_head=True)
+        for on_head, host in ((True, HEAD), (False, WORKER)):
+            with joined_cluster(cluster.address, 1, on_head) as joined:
+                assert joined.on_each_node(lambda: True).keys() == {host, WORKER}
+
+
+def test_an_actor_is_put_on_the_head_by_what_only_that_has(cluster: Any) -> None:
+    class Where:
+        def host(self) -> str:
+            return str(ray.util.get_node_ip_address())
+
+    with joined_cluster(cluster.address, 1):
+        actor = ray.remote(Where).options(resources={HEAD_RESOURCE: 0.001}, num_cpus=1).remote()
+        assert ray.get(actor.host.remote()) == HEAD
+        ray.kill(actor)
 
 
 def test_what_another_job_has_is_in_use(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -434,6 +434,27 @@ def test_a_writer_that_is_stopped_keeps_its_memory(
     works(master.address, "stopped")
 
 
+def die_writing(connection: Connection, address: str, key: str) -> None:
+    """Die between the two calls that write a record, as a process may that is killed."""
+    client = carrier_of(store_with(address, "other"))._client
+    client.allocate([key], [64], "")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_is_killed_while_it_writes_a_record(master: MasterProcess, holder: RunningHolder) -> None:
+    """Mooncake neither shows nor removes what it left, for minutes."""
+    for key in (beat_key("beating"), claim_key("claiming")):
+        with Child(die_writing, master.address, key) as writer:
+            os.waitid(os.P_PID, writer.process.pid, os.WEXITED | os.WNOWAIT)
+    works(master.address, "beating")
+    with (
+        store_with(master.address, "claiming") as store,
+        pytest.raises(ConfigError, match="give this run another run_id"),
+    ):
+        store.put(batch_of(SIZE))
+    works(master.address)
+
+
 def hold(connection: Connection, address: str, text: str) -> None:
     store = store_with(address, "reader")
     result = store.get(BatchRef.from_json(text))

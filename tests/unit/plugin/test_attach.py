@@ -286,7 +286,7 @@ def test_a_server_that_answers_drop_by_drop_holds_nobody(checkpoint: Path, monke
 @pytest.mark.parametrize(
     "address",
     ["127.0.0.1", "127.0.0.1:", ":30000", "127.0.0.1:0", "127.0.0.1:65536", "127.0.0.1:a", "127.0.0.1:-1",
-     "http://127.0.0.1:30000", "[::1]", "::1", "[::1:3", "a b:1", "h:1;h:2", ""],
+     "127.0.0.1:\u0663", "http://127.0.0.1:30000", "[::1]", "::1", "[::1:3", "a b:1", "h:1;h:2", ""],
 )  # fmt: skip
 def test_an_address_of_another_form_is_refused(address: str, checkpoint: Path) -> None:
     assert "is not host:port with a port of 1 to 65535" in refusal([address], Expected(checkpoint, 1))
@@ -378,7 +378,9 @@ def test_a_loopback_address_means_nothing_to_other_hosts(checkpoint: Path, monke
     nodes = NodeSpec(1, host="10.0.0.1"), [NodeSpec(2, host="10.0.0.2")]
     asked: list[int] = []
 
-    def find_nodes(_address: str, _world: list[int], engine_gpus: int) -> tuple[NodeSpec, list[NodeSpec]]:
+    def find_nodes(
+        _address: str, _world: list[int], engine_gpus: int, _on_head: bool
+    ) -> tuple[NodeSpec, list[NodeSpec]]:
         asked.append(engine_gpus)
         return nodes
 
@@ -390,6 +392,11 @@ def test_a_loopback_address_means_nothing_to_other_hosts(checkpoint: Path, monke
         nodes[1][0] = NodeSpec(2, host="10.0.0.1")
         assert preflight.check(load_config(job)).engines
     assert asked == [0, 0], "no GPU is needed on the rollout node"
+
+
+def test_which_addresses_mean_another_engine_on_each_host() -> None:
+    local = ["localhost:1", "127.0.0.2:1", "[::1]:1"]
+    assert attaching.loopback([*local, "10.0.0.1:1", "[fd00::1]:1", "engine-0:1"]) == local
 
 
 def test_the_engines_are_asked_all_at_once(checkpoint: Path) -> None:

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from miles_plugin import checkpoint
+from miles_plugin import checkpoint, durable
 from miles_plugin.arguments import TrainConfig
 from miles_plugin.arguments_sources import load_config, load_config_and_origins
 from miles_plugin.checkpoint import Progress
 from miles_plugin.version import VersionAuthority
+from miles_plugin.version_owner import Owner
 from mooncake_store.errors import ConfigError
 from tests.report_samples import make_finished_report
 
@@ -46,6 +47,11 @@ def save(directory: Path, number: int, argv: tuple[str, ...] = (), version: int 
     return checkpoint.commit(partial, Progress(arm, number, manager, version, str(POLICY)), settings, report)
 
 
+def damage_versions(directory: Path) -> None:
+    directory.mkdir()
+    (directory / "00000007.json").write_text('{"format": 1')
+
+
 def test_what_was_saved_is_found_again(tmp_path: Path) -> None:
     save(tmp_path, 2)
     saved = save(tmp_path, 4)
@@ -71,7 +77,7 @@ def test_a_job_that_restarts_itself_begins_when_nothing_was_saved_yet(tmp_path: 
         checkpoint.find(config("--load", str(tmp_path / "new")))
 
 
-@pytest.mark.parametrize("killed_before", ["_write", "rename", "_sync_directory"])
+@pytest.mark.parametrize("killed_before", ["write", "rename", "sync_directory"])
 @pytest.mark.parametrize("again", [False, True])
 def test_a_crash_at_any_moment_leaves_the_checkpoint_before(
     killed_before: str, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -91,7 +97,7 @@ def test_a_crash_at_any_moment_leaves_the_checkpoint_before(
 
         return call
 
-    owner: Any = Path if killed_before == "rename" else checkpoint
+    owner: Any = Path if killed_before == "rename" else durable
     seen = set()
     for survives in range(10):
         directory = tmp_path / str(survives)
@@ -130,19 +136,24 @@ def test_what_a_run_resumed_earlier_would_replace_is_refused(tmp_path: Path) -> 
 
 
 def test_versions_continue_above_what_was_used_after_the_checkpoint(tmp_path: Path) -> None:
-    versions = VersionAuthority(tmp_path / checkpoint.VERSIONS_LOG)
-    for _ in range(3):
-        versions.allocate()
-    save(tmp_path, 2, version=2)
-    for _ in range(4):  # the job went on, and was killed before it saved again
-        versions.allocate()
-    resume = checkpoint.find(config("--load", str(tmp_path)))
+    def go_on(name: str, above: int, updates: int) -> int:
+        versions = VersionAuthority(tmp_path / name / checkpoint.VERSIONS, Owner.here("run"))
+        versions.continue_above(above)
+        versions.register_trainer("trainer")
+        newest = [versions.allocate("trainer") for _ in range(updates)][-1]
+        versions.close()
+        return newest
+
+    assert go_on("saved", -1, 3) == 2
+    save(tmp_path / "saved", 2, version=2)
+    assert go_on("saved", -1, 4) == 6  # the job went on, and was killed before it saved again
+    resume = checkpoint.find(config("--load", str(tmp_path / "saved")))
     assert resume is not None
     assert resume.newest_version() == 6
-    elsewhere = VersionAuthority(tmp_path / "elsewhere.log")
-    elsewhere.continue_above(resume.newest_version())
-    assert elsewhere.allocate() == 7
-    assert VersionAuthority(tmp_path / "elsewhere.log").allocate() == 8, "also when the log is read back"
+    assert go_on("elsewhere", resume.newest_version(), 1) == 7
+    assert go_on("elsewhere", -1, 1) == 8, "also when the log is read back"
+    (tmp_path / "saved" / "versions.log").write_text("allocate 9\n")
+    assert resume.newest_version() == 9, "an earlier release kept them there"
 
 
 @pytest.mark.parametrize(
@@ -247,6 +258,7 @@ def test_the_save_directory_of_another_run_is_refused(tmp_path: Path) -> None:
         (lambda saved: (saved / "report.json").write_text("{}"), "report.json: format None"),
         (lambda saved: (saved / ".metadata").unlink(), "not a complete checkpoint"),
         (lambda saved: (saved.parent / "versions.log").write_text("x\n"), "versions.log, line 1"),
+        (lambda saved: damage_versions(saved.parent / "versions"), "versions/00000007.json is damaged"),
         (lambda saved: (saved.parent / checkpoint.LATEST).write_bytes(b"\xff"), "no complete checkpoint"),
         (lambda saved: (saved.parent / checkpoint.LATEST).write_text("1" * 5000), "no complete checkpoint"),
         (
@@ -304,6 +316,12 @@ def test_what_a_killed_job_left_half_saved_is_cleared_away(tmp_path: Path) -> No
         pass
 
 
+def test_a_job_that_was_taken_over_writes_into_no_checkpoint_of_the_next(tmp_path: Path) -> None:
+    fenced, mine = checkpoint.begin(tmp_path, 7), checkpoint.begin(tmp_path, 7)
+    (fenced / "__0_0.distcp").touch()
+    assert not list(mine.iterdir())
+
+
 def test_two_jobs_cannot_save_in_one_place(tmp_path: Path) -> None:
     holder = subprocess.Popen(
         [
@@ -320,23 +338,16 @@ def test_two_jobs_cannot_save_in_one_place(tmp_path: Path) -> None:
         pass
     with pytest.raises(ConfigError, match="another running job saves there"):
         checkpoint.check_save(config("--save", str(tmp_path)))
-    holder.kill()
-    holder.wait()
+    taking_over = config("--save", str(tmp_path), "--takeover")
+    checkpoint.check_save(taking_over)
+    with checkpoint.claim(tmp_path, taking_over.takeover):
+        with pytest.raises(ConfigError, match="stop it, name another directory, or take over with --takeover"):
+            checkpoint.check_save(config("--save", str(tmp_path)))
+        holder.kill()
+        holder.wait()
+        with pytest.raises(ConfigError, match="another running job"), checkpoint.claim(tmp_path):
+            pass
     with checkpoint.claim(tmp_path):
         pass
     with checkpoint.claim(None):
         pass
-
-
-def test_a_version_whose_line_was_cut_off_was_never_given_out(tmp_path: Path) -> None:
-    log = tmp_path / "versions.log"
-    log.write_text("allocate 0\nannounce 0\nallocate 1\nalloc")
-    versions = VersionAuthority(log)
-    assert (versions.newest, versions.current) == (1, 0)
-    assert log.read_text().endswith("alloc"), "looking at a log does not change it"
-    assert versions.allocate() == 2
-    assert log.read_text() == "allocate 0\nannounce 0\nallocate 1\nallocate 2\n"
-    for damage in ("allocate\n", "alloc 3\n", "allocate -1\n", "\n"):
-        log.write_text(f"allocate 0\n{damage}allocate 1\n")
-        with pytest.raises(ConfigError, match=r"versions\.log, line 2"):
-            VersionAuthority(log)

@@ -49,6 +49,11 @@ def test_every_part_is_counted_on_its_node() -> None:
     assert found["driver", "segment holder"] == one["driver", "segment holder"], "one per machine, not per Ray node"
     assert 64 * 1024**2 < found["driver", "segment holder"].memory < 256 * 1024**2
     assert found["rollout_node", "SGLang engine"].memory == 3 * one["rollout_node", "SGLang engine"].memory
+    wide = planned(*TCP, "--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2")[
+        "rollout_node", "SGLang engine"
+    ]
+    assert wide.count == 1, "a rank more is a process more"
+    assert 1 < wide.memory / one["rollout_node", "SGLang engine"].memory < 2
 
 
 def test_the_ray_backend_needs_neither_master_nor_holder() -> None:

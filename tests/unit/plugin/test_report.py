@@ -218,6 +218,8 @@ def test_metrics_have_miles_names() -> None:
             "rollout/samples": 1024,
             "rollout/weight_version/min": 1,
             "rollout/weight_version/served": 2,
+            "rollout/weight_version/requested": 1,
+            "rollout/weight_version/requested_lag": 0,
             "rollout/weight_version/lag": 0,
             "perf/rollout_time": 2.0,
             "perf/store_put_time": 0.03,

@@ -1,16 +1,16 @@
-"""Rewards, advantages, the rollout batch and the policy version: no process needed."""
+"""Rewards, advantages, the rollout batch and what a rollout is asked for: no process needed."""
 
+import dataclasses
 import random
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from miles_plugin.rollout.advantage import assign_group_advantages, shuffle_rewards
 from miles_plugin.rollout.batch import deal_groups, to_columns
+from miles_plugin.rollout.inputs import RolloutFnTrainInput
 from miles_plugin.rollout.sample import Sample
-from miles_plugin.version import VersionAuthority
 from mooncake_store.decode import decode
 from mooncake_store.encode import batch_digest, encode
 
@@ -136,17 +136,9 @@ def test_versions_of_several_answers_are_merged_in_order() -> None:
     assert sample.status is Sample.Status.COMPLETED
 
 
-def test_versions_only_go_up_and_survive_their_process(tmp_path: Path) -> None:
-    log = tmp_path / "versions.log"
-    first = VersionAuthority(log)
-    assert first.current is None
-    assert [first.allocate(), first.allocate()] == [0, 1]
-    first.announce(1)
-    second = VersionAuthority(log)
-    assert second.current == 1
-    assert second.allocate() == 2
-    assert second.current == 1, "an allocated number is not yet served"
-    with pytest.raises(ValueError, match="version 0 cannot be announced"):
-        second.announce(0)
-    with pytest.raises(ValueError, match="version 3 cannot be announced"):
-        second.announce(3)
+def test_a_rollout_is_asked_for_as_in_miles() -> None:
+    assert RolloutFnTrainInput(3) == RolloutFnTrainInput(3, None)
+    assert RolloutFnTrainInput(3, 0) == RolloutFnTrainInput(rollout_id=3, weight_version=0) != RolloutFnTrainInput(3)
+    assert not RolloutFnTrainInput(3).evaluation
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        RolloutFnTrainInput(3).weight_version = 1  # type: ignore[misc]

@@ -16,6 +16,7 @@ from miles_plugin.arguments_sources import load_config
 from miles_plugin.rollout import manager as manager_module
 from miles_plugin.rollout.manager import RolloutManager
 from miles_plugin.training.tiny_policy import build_model, build_tokenizer, save_checkpoint
+from miles_plugin.version import VersionFenced, WriterRefused
 from mooncake_store import ConfigError, StoreUnavailable
 from tests.unit.plugin.test_rollout_custom import TOKENIZER, FakeEngine
 
@@ -100,6 +101,45 @@ def test_a_rollout_is_put_once_with_a_part_per_rank_and_removed_when_all_acknowl
             manager.acknowledge(shard.ref.key, shard.rank)
     assert not store.batches
     assert manager.settle() == {}
+
+
+def test_the_manager_knows_a_version_before_it_asks_for_a_rollout_with_it(
+    make: Callable[..., tuple[RolloutManager, MemoryStore]],
+) -> None:
+    manager, _ = make("--task", "chain_sum")
+    assert manager.current_version() is None
+    assert manager.generate(0).weight_version is None, "no update yet, which is not version 0"
+    manager.register_trainer("first")
+    assert [manager.allocate_version("first"), manager.newest_version()] == [0, 0]
+    assert manager.generate(1).weight_version is None
+    manager.announce_version(0, "first")
+    assert manager.generate(2).weight_version == 0
+    manager.commit_version(0, "first", ["http://127.0.0.1:1", "http://127.0.0.1:2"], [])
+    assert manager.continue_versions(4) == 4
+    assert manager.generate(3).weight_version == manager.current_version() == 0
+    with pytest.raises(WriterRefused):
+        manager.register_trainer("second")
+    manager.register_trainer("second", True)
+    with pytest.raises(VersionFenced):
+        manager.allocate_version("first")
+    assert manager.allocate_version("second") == 5
+
+
+def test_a_job_that_was_taken_over_saves_and_updates_no_more(
+    make: Callable[..., tuple[RolloutManager, MemoryStore]], tmp_path: Path
+) -> None:
+    saved = str(tmp_path / "saved")
+    first, _ = make("--task", "chain_sum", "--save", saved)
+    first.register_trainer("trainer")
+    assert first.allocate_version("trainer") == 0
+    first.state()
+    second, _ = make("--task", "chain_sum", "--save", saved, "--takeover")
+    for call in (first.state, lambda: first.allocate_version("trainer"), lambda: first.announce_version(0, "trainer")):
+        with pytest.raises(VersionFenced, match=r"run run, process .* took over"):
+            call()
+    second.register_trainer("trainer")
+    assert second.allocate_version("trainer") == 1
+    second.state()
 
 
 def test_what_is_acknowledged_while_the_store_is_away_is_removed_when_it_is_back(

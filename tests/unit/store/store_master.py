@@ -20,7 +20,7 @@ import numpy as np
 from mooncake_store.backends import Loan, Payload, Placed, Stored
 from mooncake_store.client import Limits, Location, Range
 from mooncake_store.encode import STEP_BYTES, Into, Sink
-from mooncake_store.errors import IntegrityError, ObjectNotFound, StoreError, StoreFull
+from mooncake_store.errors import IntegrityError, ObjectNotFound, StoreError, StoreFull, StoreUnavailable
 from mooncake_store.format import MAGIC
 from mooncake_store.holder import slot_key
 from mooncake_store.owners import Owners
@@ -92,6 +92,7 @@ class Master:
         calls: (operation, keys) of every call.
         failures: by operation, what its next calls raise; None lets one pass.
         meanwhile: by operation, what happens once just before its next call, in another process so to say.
+        unready: keys of objects whose writers were killed while they wrote: there, but neither read nor removed.
     """
 
     def __init__(self, *lent: Lent) -> None:
@@ -101,6 +102,7 @@ class Master:
         self.calls: list[tuple[str, tuple[str, ...]]] = []
         self.failures: dict[str, list[Exception | None]] = {}
         self.meanwhile: dict[str, Callable[[], object]] = {}
+        self.unready: set[str] = set()
         self.records = Records(self)  # type: ignore[arg-type]
         for segment in lent:
             self.lend(segment)
@@ -133,7 +135,7 @@ class Master:
 
     def allocate(self, keys: Sequence[str], nbytes: Sequence[int], segment: str) -> None:
         self._note("allocate", *keys)
-        if any(key in self.objects for key in keys):
+        if any(key in self.objects or key in self.unready for key in keys):
             raise StoreError("it is there already", code=-705)
         taken: list[str] = []
         for key, size in zip(keys, nbytes, strict=True):
@@ -186,6 +188,8 @@ class Master:
 
     def remove(self, key: str, seconds: float | None = None) -> None:
         self._note("remove", key)
+        if key in self.unready:
+            raise StoreUnavailable(f"remove of {key!r} answered", code=-703)
         self.objects.pop(key, None)
 
     def remove_matching(self, pattern: str) -> int:

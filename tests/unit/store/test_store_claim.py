@@ -128,6 +128,28 @@ def test_a_dead_owner_is_taken_over_and_swept(master: Master, clock: Clock, beat
     assert clock.now >= 1000 + claim.SILENT_SECONDS
 
 
+def test_an_owner_that_was_killed_while_it_beat_is_taken_over(master: Master, clock: Clock) -> None:
+    """What it left can be neither read nor removed; whoever takes over beats beside it, and is seen to be alive."""
+    owned_by_other(master)
+    del master.objects[beat_key("r")]
+    master.unready = {beat_key("r"), beat_key("r", 1)}
+    mine = claim_of(master)
+    mine.take("a")
+    assert beat_key("r", 2) in master.objects
+    clock.during = lambda: mine.beat(["a"])
+    assert is_alive(master.records, "r")
+    with pytest.raises(ConfigError, match="in use"):
+        claim_of(master).take("a")
+    mine.release()
+    assert [key for key in master.objects if key.startswith("run/r/")] == []
+
+
+def test_a_run_in_which_all_beats_were_cut_off_says_so(master: Master, clock: Clock) -> None:
+    master.unready = {beat_key("r", slot) for slot in range(claim.BEAT_SLOTS)}
+    with pytest.raises(StoreUnavailable, match="answered"):
+        claim_of(master).take("a")
+
+
 def test_only_one_takes_over(master: Master, clock: Clock) -> None:
     """Another took over while this one watched the dead owner: that one is alive, and nothing of it is swept."""
     owned_by_other(master)
