@@ -130,12 +130,12 @@ def _update(parts: Parts, observer: Observer) -> UpdateRecord:
     observer.phase_started("update")
 
     def look() -> None:
-        if progress := parts.progress():
-            observer.progress(*progress)
+        done, total = parts.progress() or (0, 0)
+        if total:
+            observer.progress(done, total)
 
     update: WeightUpdate = parts.each("update_weights", parts.manager, tick=look)[0]
-    for left in update.left:
-        observer.message(f"warning: version {update.version} is served without an engine: {left}")
+    _say_engine_news(parts, observer)
     return UpdateRecord(
         update.version,
         update.nbytes,
@@ -147,9 +147,16 @@ def _update(parts: Parts, observer: Observer) -> UpdateRecord:
     )
 
 
+def _say_engine_news(parts: Parts, observer: Observer) -> None:
+    for news in parts.managed("engine_news"):
+        observer.message(f"warning: {news}")
+
+
 def _step(config: TrainConfig, parts: Parts, rollout_id: int, observer: Observer) -> Step:
     updates = []
-    if waiting := parts.managed("roll_call").waiting:
+    waiting = parts.managed("roll_call")
+    _say_engine_news(parts, observer)
+    if waiting:
         observer.message(f"engines that wait for weights: {', '.join(waiting)}")
         updates.append(_update(parts, observer))
     observer.phase_started("generate")

@@ -6,7 +6,7 @@ Whatever fails, the caller gets a PartFailed that names the part, the path of it
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,8 +27,9 @@ from mooncake_store.process import tail
 
 # Seconds between looks at the parts while the job waits for one of them.
 _CHECK_SECONDS = 1.0
-# Seconds that the engines get to end, and that a dying engine gets to be seen dead.
+# Seconds that the manager gets to answer, and the engines to end.
 _ABANDON_SECONDS = 5.0
+# Seconds that a dying engine gets to be seen dead.
 _DYING_SECONDS = 5.0
 # Seconds after which a running function of the user's is worth a line.
 _SLOW_SECONDS = 60.0
@@ -175,7 +176,7 @@ class Parts:
                 try:
                     ray.get(reference)
                 except ray.exceptions.RayError as error:
-                    self._explain(part, error)
+                    self._explain(part, error, pending)
         results: list[Any] = ray.get([reference for _, reference in calls])
         return results
 
@@ -209,33 +210,63 @@ class Parts:
         except ray.exceptions.RayError:  # `wait` will see why
             return None
 
-    def _explain(self, part: Part, error: Exception) -> None:
-        """Raise what was behind `error`: the first part that is dead, else what this one raised."""
+    def _explain(self, part: Part, error: Exception, pending: Mapping[Any, Part]) -> None:
+        """Raise what was behind `error`: the first part that is dead, else what this one raised.
+
+        Args:
+            pending: calls of other parts that have not returned.
+        """
         import ray
 
         cause = getattr(error, "cause", None) or error  # Ray wraps what a part raised
         self._watch.check()
-        # Of an engine that dies its requests and the trainers' process group may fail before it has ended.
-        second_hand = isinstance(cause, EngineError | RuntimeError)
-        self._check_engines(_DYING_SECONDS if second_hand else 0.0)
+        # Others serve on without an engine that has ended, unless this is a failure for want of engines; of one that
+        # dies the requests may fail before it has ended.
+        for_want = isinstance(cause, EngineError) and cause.status is None
+        ended = self._ended_engine(_DYING_SECONDS if for_want else 0.0)
         if isinstance(error, ray.exceptions.RayActorError):
             raise self._ended(part) from error
+        # A rank's collectives fail when another rank dies, which may be seen later.
+        if isinstance(cause, RuntimeError) and (dead := self._dying(pending)):
+            raise self._ended(dead) from error
         if isinstance(cause, ConfigError):
             raise cause from error
+        if ended and for_want:
+            raise PartFailed(f"{cause}; {ended}") from error
         raise PartFailed(f"{part.name}: {type(cause).__name__}: {cause}; its log: {part.log}") from error
 
-    def _check_engines(self, patience: float) -> None:
-        """Raise for the manager or an engine that has ended, or ends within `patience` seconds."""
+    def _ended_engine(self, patience: float) -> str | None:
+        """An engine that has ended, or ends within `patience` seconds, with its log's last lines. Raises PartFailed for
+        the manager that has ended."""
         import ray
 
-        with contextlib.suppress(ray.exceptions.GetTimeoutError):
-            try:
-                ray.get(self._control("check_engines", patience), timeout=patience + _ABANDON_SECONDS)
-            except ray.exceptions.RayActorError as error:  # the engines ended with their manager
-                raise self._ended(self._manager) from error
-            except ray.exceptions.RayTaskError as error:
-                if isinstance(error.cause, EngineError):
-                    raise PartFailed(str(error.cause)) from error
+        try:
+            ray.get(self._control("check_engines", patience), timeout=patience + _ABANDON_SECONDS)
+        except ray.exceptions.RayActorError as error:  # the engines ended with their manager
+            raise self._ended(self._manager) from error
+        except ray.exceptions.RayTaskError as error:
+            return str(error.cause) if isinstance(error.cause, EngineError) else None
+        except ray.exceptions.GetTimeoutError:
+            pass
+        return None
+
+    @staticmethod
+    def _dying(pending: Mapping[Any, Part]) -> Part | None:
+        """Of the parts that these calls wait for, one that ends within `_DYING_SECONDS`."""
+        import ray
+
+        deadline = time.monotonic() + _DYING_SECONDS
+        left: dict[Any, Part] = dict(pending)
+        while left and (seconds := deadline - time.monotonic()) > 0:
+            for reference in ray.wait(list(left), timeout=seconds)[0]:
+                part: Part = left.pop(reference)
+                try:
+                    ray.get(reference)
+                except ray.exceptions.RayActorError:
+                    return part
+                except ray.exceptions.RayError:
+                    continue
+        return None
 
     @staticmethod
     def _ended(part: Part) -> PartFailed:

@@ -100,6 +100,9 @@ def play(report: Report, observers: Observers, directory: Any) -> None:
         for step in finished.steps:
             for phase in ("generate", "train", "update", "evaluate"):
                 observers.phase_started(phase)
+                if phase == "update":
+                    for done in (0, step.nbytes.get("update", 0)):
+                        observers.progress(done, step.nbytes.get("update", 0))
             arm.steps.append(step)
             observers.step_finished(report, arm)
     observers.run_finished(report)

@@ -1,13 +1,13 @@
 """An updater of one trainer rank, and a version authority that remembers what it was asked, for tests."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig
 
-from miles_plugin.engines.fleet import Left
+from miles_plugin.engines.fleet import EngineAddress, Left
 from miles_plugin.engines.sglang import SGLangEngine
 from miles_plugin.weight_transfer.broadcast import Broadcaster
 from miles_plugin.weight_transfer.equality import Expected, compare
@@ -77,18 +77,21 @@ def constant(checkpoint: Path, value: float) -> Iterator[NamedTensor]:
 
 
 class _Expecting:
-    """A `Proof` of engines with one rank."""
+    """A `Proof` of engines of `ranks` ranks each, by URL; one where nothing is said."""
 
-    def __init__(self, checkpoint: Path) -> None:
-        self._expected = Expected(layouts(checkpoint)(1))
+    def __init__(self, checkpoint: Path, ranks: Mapping[str, int]) -> None:
+        self._ranks = ranks
+        self._expected = {size: Expected(layouts(checkpoint)(size)) for size in {1, *ranks.values()}}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        self._expected.add(name, tensor)
+        for each in self._expected.values():
+            each.add(name, tensor)
 
     def check(self, engine: SGLangEngine) -> int:
-        return compare(self._expected.checksums(), engine.checksums(), engine.url)
+        expected = self._expected[self._ranks.get(engine.url, 1)]
+        return compare(expected.checksums(), engine.checksums(), engine.url)
 
 
-def expecting(checkpoint: Path) -> Callable[[], Proof]:
-    """Makes proofs that engines of one rank hold what was sent."""
-    return lambda: _Expecting(checkpoint)
+def expecting(checkpoint: Path, engines: Sequence[EngineAddress] = ()) -> Callable[[], Proof]:
+    """Makes proofs that engines, of one rank unless `engines` says otherwise, hold what was sent."""
+    return lambda: _Expecting(checkpoint, {each.url: each.ranks for each in engines})

@@ -19,7 +19,8 @@ from benchmarks.weights.trainer import HOST
 from miles_plugin.engines.fleet import EngineAddress
 from miles_plugin.engines.sglang import SGLangEngine
 from miles_plugin.weight_transfer.equality import compare
-from miles_plugin.weight_transfer.p2p import PIECE_BYTES, start_transfer_engine
+from miles_plugin.weight_transfer.p2p import PIECE_BYTES
+from miles_plugin.weight_transfer.transfer_engine import start_transfer_engine
 
 _TIMEOUT = timedelta(minutes=5)
 _CHUNK = 1 << 20

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from miles_plugin.engines.sglang import EngineError, SGLangEngine
 
 # Seconds within which an engine says what it serves.
 _ANSWER_SECONDS = 10.0
+# Seconds within which a dying engine is seen dead.
+_DYING_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class EngineAddress:
     """Where an engine is, and how many ranks it has (its tensor-parallel size).
 
-    life: how often it left the rotation. What was agreed with it in an earlier life, e.g. a process group, may be gone.
+    life: how often it failed. What was agreed with it in an earlier life, e.g. a process group, may be gone.
     """
 
     url: str
@@ -51,8 +53,15 @@ class Member(Protocol):
     @property
     def ranks(self) -> int: ...
 
+    def ended(self, patience: float = 0.0) -> str | None:
+        """How its process, if that is ours, has ended; None while it runs.
+
+        Args:
+            patience: seconds to wait for the end of one that does not answer.
+        """
+
     def check(self, patience: float = 0.0) -> None:
-        """Raise EngineError if its process, if that is ours, has ended."""
+        """Raise EngineError, with its log's last lines, if it has `ended`."""
 
     def stop(self) -> None:
         """Let go of it; a process of ours is ended."""
@@ -64,8 +73,12 @@ class External:
     def __init__(self, url: str, ranks: int) -> None:
         self.engine, self.ranks = SGLangEngine(url), ranks
 
-    def check(self, patience: float = 0.0) -> None:
+    def ended(self, patience: float = 0.0) -> str | None:  # noqa: ARG002
         """Its processes are not ours to look after; requests show whether it answers."""
+        return None
+
+    def check(self, patience: float = 0.0) -> None:
+        pass
 
     def stop(self) -> None:
         self.engine.close()
@@ -83,6 +96,7 @@ class Fleet:
         self._outside: dict[str, Left] = {}
         self._lives = dict.fromkeys(self._members, 0)
         self._version: int | None = None
+        self._news: list[str] = []
 
     def addresses(self) -> list[EngineAddress]:
         """All engines: those outside the rotation are offered every update."""
@@ -97,18 +111,31 @@ class Fleet:
         outside = dict(self._outside)
         engines = [member.engine for url, member in list(self._members.items()) if url not in outside]
         if not engines:
-            raise EngineError("no engine is in rotation: " + "; ".join(map(str, outside.values())))
+            reasons = "; ".join(map(str, outside.values())) or "the run has none"
+            raise EngineError(f"no engine is in rotation: {reasons}")
         return engines
 
     def outside(self) -> list[Left]:
         """The engines outside the rotation, and why."""
         return list(self._outside.values())
 
+    def news(self) -> list[str]:
+        """Which engines left the rotation since this was asked last, and why, and which came back."""
+        news, self._news = self._news, []
+        return news
+
     def leave(self, left: Left) -> None:
-        """Take an engine out of rotation until it has confirmed an update."""
-        if left.url in self._members:
-            self._lives[left.url] += left.url not in self._outside
-            self._outside = {**self._outside, left.url: left}
+        """Take an engine out of rotation until it has confirmed an update. Why it left stays what was said first."""
+        member = self._members.get(left.url)
+        if member is None:
+            return
+        self._lives[left.url] += 1
+        if left.url in self._outside:
+            return
+        if ended := member.ended(_DYING_SECONDS):  # the cause, of which whoever noticed knows only the effect
+            left = replace(left, reason=ended)
+        self._outside = {**self._outside, left.url: left}
+        self._news.append(f"an engine left the rotation: {left}")
 
     def updated(self, version: int, confirmed: Sequence[str], left: Sequence[Left]) -> None:
         """An update is complete: in rotation is who confirmed it."""
@@ -117,7 +144,9 @@ class Fleet:
             self.leave(each)
         for url in self._members.keys() - set(confirmed) - self._outside.keys():
             self.leave(Left(url, "prepare", "was not asked to take the newest weights"))
-        self._outside = {url: why for url, why in self._outside.items() if url not in confirmed}
+        back = self._outside.keys() & set(confirmed)
+        self._outside = {url: why for url, why in self._outside.items() if url not in back}
+        self._news += [f"engine {url} is back in rotation, with version {version}" for url in sorted(back)]
 
     def roll_call(self) -> list[str]:
         """Before requests are sent: look whether each engine still serves what it confirmed; one that does not leaves.
@@ -135,8 +164,7 @@ class Fleet:
             try:
                 served = answer.result()
             except EngineError as error:
-                if url not in self._outside:
-                    self.leave(Left(url, "roll call", str(error)))
+                self.leave(Left(url, "roll call", str(error)))
                 continue
             if url in self._outside:
                 waiting.append(url)

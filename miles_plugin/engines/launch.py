@@ -47,8 +47,8 @@ class RunningEngine:
     process: ManagedProcess
     ranks: int
 
-    def check(self, patience: float = 0.0) -> None:
-        """Raise EngineError, with the log's last lines, if the server has ended.
+    def ended(self, patience: float = 0.0) -> str | None:
+        """How the server has ended, and where its log is; None while it runs.
 
         Args:
             patience: seconds to wait for the end of a server that does not answer: its processes end one by one.
@@ -56,13 +56,16 @@ class RunningEngine:
         deadline = time.monotonic() + patience
         while (status := self.process.exit_status()) is None and time.monotonic() < deadline:
             if self.engine.ready():
-                return
+                return None
             time.sleep(0.1)
-        if status is not None:
-            raise EngineError(
-                f"SGLang at {self.engine.url} ended with status {status}; its log {self.process.log} ends:\n"
-                f"{self.process.log_tail()}"
-            )
+        if status is None:
+            return None
+        return f"SGLang at {self.engine.url} ended with status {status}; its log {self.process.log}"
+
+    def check(self, patience: float = 0.0) -> None:
+        """Raise EngineError, with the log's last lines, if the server has `ended`."""
+        if ended := self.ended(patience):
+            raise EngineError(f"{ended} ends:\n{self.process.log_tail()}")
 
     def stop(self) -> None:
         self.engine.close()
@@ -109,7 +112,9 @@ def command(spec: EngineSpec, ports: tuple[int, int, int]) -> list[str]:
         *("--dtype", "bfloat16"),
     ]
     if not spec.gpus:
-        flags += ["--max-total-tokens", str(CPU_CACHE_TOKENS)]
+        # The share of the free memory that the model and its cache may take. Tokens bound the cache; but what other
+        # processes take while the model is loaded counts as the model's, and a server whose share is used up ends.
+        flags += ["--max-total-tokens", str(CPU_CACHE_TOKENS), "--mem-fraction-static", "0.9"]
     if spec.return_routed_experts:
         flags.append("--enable-return-routed-experts")
     if spec.p2p_protocol:

@@ -6,6 +6,7 @@ import inspect
 from argparse import Namespace
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from miles_plugin.engines.routed_experts import decode, read_routing
 from miles_plugin.engines.sglang import AsyncHTTP, EngineError
 from miles_plugin.rollout.accept import accept
 from miles_plugin.rollout.custom import CONCURRENCY_PER_ENGINE, Call, arguments, current_call, for_engine
-from miles_plugin.rollout.functions import call_function, load_function
+from miles_plugin.rollout.functions import CustomFunctionError, call_function, load_function
 from miles_plugin.rollout.prompts import Item, PromptSource, check_length, context_length, load_tokenizer, to_text
 from miles_plugin.rollout.reward import load_reward
 from miles_plugin.rollout.sample import Sample
@@ -48,6 +49,9 @@ class Sampler:
         # One loop for every rollout: what custom functions keep between calls is bound to it.
         self._runner = asyncio.Runner()
         self._http = AsyncHTTP(self._concurrency)
+        self._closing = ExitStack()
+        for close in (self._runner.close, self._close_http, self._reward.close):  # the last one is called first
+            self._closing.callback(close)
 
     def sample(
         self, items: Sequence[Item], first_group: int, group_size: int, temperature: float, evaluation: bool = False
@@ -101,16 +105,17 @@ class Sampler:
 
     def close(self) -> None:
         """Release connections and processes; idempotent."""
-        self._reward.close()
+        self._closing.close()
+
+    def _close_http(self) -> None:
         self._runner.run(self._http.close())
-        self._runner.close()
 
     def _generate(self, samples: Sequence[Sample], params: dict[str, Any]) -> None:
         """Fill in the responses, in one request per engine. What an engine that fails was asked for, others are."""
         prompts = [self._encode(sample) for sample in samples]
         answers: dict[int, dict[str, Any]] = {}
         while missing := [position for position in range(len(prompts)) if position not in answers]:
-            engines = self._fleet.serving()
+            engines = self._fleet.serving()[: len(missing)]  # one that is asked for nothing refuses
             chunks = _split_evenly(missing, len(engines))
             with ThreadPoolExecutor(len(engines)) as pool:
                 jobs = [
@@ -159,7 +164,14 @@ class Sampler:
         call = Call(self._http)
         current_call.set(call)
         if self._custom is not None:
-            sample = await self._custom(args, sample, dict(params), evaluation, call)
+            try:
+                sample = await self._custom(args, sample, dict(params), evaluation, call)
+            except CustomFunctionError as error:
+                cause = error.__cause__
+                if not isinstance(cause, EngineError) or not _no_answer(engine.url, cause):
+                    raise
+                self._fleet.leave(Left(engine.url, "generate", str(cause)))
+                sample.status = Sample.Status.ABORTED  # others are asked
         if sample.reward is None and sample.status is not Sample.Status.ABORTED:
             sample.reward = await self._reward(args, sample, item)
         return sample
@@ -198,6 +210,10 @@ class CustomGenerate:
         where = f"{self._named}, sample {asked.index} (prompt {asked.prompt!r:.60})"
         returned = await call_function(self._function, where, args, copy.deepcopy(asked), params, **more)
         return accept(asked, returned, call.weight_versions, self._named)
+
+
+def _no_answer(url: str, error: EngineError) -> bool:
+    return error.status is None and str(error).startswith(f"{url}/")
 
 
 def _split_evenly(items: Sequence[Any], parts: int) -> list[Sequence[Any]]:

@@ -29,7 +29,7 @@ from miles_plugin.rollout.inputs import RolloutFnTrainInput
 from miles_plugin.rollout.source import check_same_prompts, open_prompts
 from miles_plugin.version import VersionAuthority
 from miles_plugin.version_owner import Owner
-from miles_plugin.weight_transfer.p2p import protocol_of
+from miles_plugin.weight_transfer.transfer_engine import protocol_of
 from mooncake_store import BatchRef, StoreUnavailable, batch_digest
 from mooncake_store.bounded import attempts
 from mooncake_store.ledger import Ledger
@@ -37,17 +37,6 @@ from mooncake_store.ledger import Ledger
 # Seconds that the trainers get, at the end of a job, to acknowledge what they have read.
 SETTLE_SECONDS = 10.0
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RollCall:
-    """Engines outside the rotation.
-
-    waiting: URLs of those that answer, and wait for an update. outside: each, and why.
-    """
-
-    waiting: list[str]
-    outside: list[str]
 
 
 @dataclass(frozen=True)
@@ -133,17 +122,23 @@ class RolloutManager:
         """All engines: each is offered every weight update."""
         return self._fleet.addresses()
 
-    def roll_call(self) -> RollCall:
-        """Look, before a rollout, whether the engines in rotation still serve what they confirmed."""
-        waiting = self._fleet.roll_call()
-        return RollCall(waiting, list(map(str, self._fleet.outside())))
+    def roll_call(self) -> list[str]:
+        """Look, before a rollout, whether the engines in rotation still serve what they confirmed.
+
+        Returns the URLs of those outside that answer, and wait for an update.
+        """
+        return self._fleet.roll_call()
+
+    def engine_news(self) -> list[str]:
+        """Which engines left the rotation since this was asked last, and why, and which came back."""
+        return self._fleet.news()
 
     def note_progress(self, nbytes: int, total: int) -> None:
         """A weight update under way has taken `nbytes` of `total`; safe to call beside any other method."""
         self._progress = nbytes, total
 
     def progress(self) -> tuple[int, int]:
-        """What `note_progress` was told last; safe to call beside any other method."""
+        """What `note_progress` was told of this update, (0, 0) before that; safe to call beside any other method."""
         return self._progress
 
     def begin(self, shuffled: bool, state: Mapping[str, Any] | None = None) -> None:
@@ -247,6 +242,7 @@ class RolloutManager:
         self._versions.register_trainer(trainer, takeover)
 
     def allocate_version(self, trainer: str) -> int:
+        self._progress = (0, 0)  # an update begins
         return self._versions.allocate(trainer)
 
     def announce_version(self, version: int, trainer: str) -> None:

@@ -21,9 +21,10 @@ from miles_plugin.training.policy import WEIGHT_DTYPE
 from miles_plugin.weight_transfer.broadcast import Broadcaster, Bystander
 from miles_plugin.weight_transfer.equality import Checksum, Expected, checksum_of, compare
 from miles_plugin.weight_transfer.layout import Layout
-from miles_plugin.weight_transfer.p2p import PeerWriter, protocol_of
+from miles_plugin.weight_transfer.p2p import PeerWriter
 from miles_plugin.weight_transfer.ranks import Ranks
 from miles_plugin.weight_transfer.transfer import Transport, Updater
+from miles_plugin.weight_transfer.transfer_engine import protocol_of
 
 # A rank that hangs holds the others for this long at most.
 _RANK_TIMEOUT = timedelta(minutes=10)
@@ -116,15 +117,18 @@ class _Proof:
 
 
 class _Progress:
-    """Tells the manager how much was sent, not too often; nobody waits for that."""
+    """Tells the manager how much was sent, not too often, and the first and the last of an update always; nobody waits
+    for that."""
 
     def __init__(self, manager: Any, total_bytes: int) -> None:
         self._note: Callable[[int, int], Any] = manager.note_progress.options(concurrency_group=CONTROL).remote
-        self._total, self._told_at = total_bytes, 0.0
+        self._total, self._told_at, self._last = total_bytes, 0.0, 0
 
     def __call__(self, nbytes: int) -> None:
         now = time.monotonic()
-        if now > self._told_at + _PROGRESS_SECONDS:
+        begins_or_ends = nbytes <= self._last or nbytes >= self._total
+        self._last = nbytes
+        if begins_or_ends or now > self._told_at + _PROGRESS_SECONDS:
             self._told_at = now
             self._note(nbytes, self._total)
 

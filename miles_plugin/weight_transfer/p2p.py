@@ -12,65 +12,25 @@ framing; MC_TCP_PROTO=1 would turn that off), over RDMA when the device says so.
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 
 from miles_plugin.engines.fleet import EngineAddress
 from miles_plugin.engines.sglang import EngineError, SGLangEngine
-from miles_plugin.weight_transfer.layout import Layout, LayoutMismatch, Placement, check_registered
+from miles_plugin.weight_transfer.layout import Layout, LayoutMismatch, check_registered
+from miles_plugin.weight_transfer.pieces import Piece, pieces
 from miles_plugin.weight_transfer.sources import NamedTensor
+from miles_plugin.weight_transfer.stage import Stage, Writes
 from miles_plugin.weight_transfer.transfer import Bounds, Sent
+from miles_plugin.weight_transfer.transfer_engine import start_transfer_engine
 from mooncake_store.bounded import bounded
-from mooncake_store.config import rdma_devices
-from mooncake_store.errors import ConfigError
-from mooncake_store.wheel import load_mooncake
 
 PIECE_BYTES = 16 << 20
 STAGE_BYTES = 128 << 20
-# The Transfer Engine refuses more than 2048 at a time to one peer over TCP (MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER).
-MOST_WRITES = 1024
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where the same part of a weight goes on one rank of an engine."""
-
-    rank: int
-    parameter: str
-    offset: int
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Part of a weight, contiguous in the memory of each rank that holds it.
-
-    source: a view of the weight. places: offsets in elements.
-    """
-
-    source: torch.Tensor
-    places: tuple[Place, ...]
-
-
-def pieces(layout: Layout, name: str, tensor: torch.Tensor, most: int) -> Iterator[Piece]:
-    """What of a weight goes where, each part once however many ranks hold a copy, in pieces of at most `most` bytes
-    (a row of a matrix is never cut)."""
-    ranks: dict[tuple[int | None, int, int], list[tuple[int, Placement]]] = {}
-    for rank, placements in enumerate(layout.placements(name, tensor.shape)):
-        for placement in placements:
-            ranks.setdefault((placement.axis, placement.start, placement.length), []).append((rank, placement))
-    for copies in ranks.values():
-        part = copies[0][1].part(tensor)
-        width = part[0].numel() if part.dim() > 1 else 1
-        rows = max(1, most // (width * part.element_size()))
-        for first in range(0, len(part), rows):
-            places = (Place(rank, placement.parameter, placement.offset + first * width) for rank, placement in copies)
-            yield Piece(part[first : first + rows], tuple(places))
 
 
 @dataclass(frozen=True)
@@ -81,54 +41,6 @@ class _Peer:
     layout: Layout
     sessions: tuple[str, ...]
     memory: tuple[Mapping[str, tuple[int, int, int]], ...]
-
-
-@dataclass
-class _Writes:
-    """Of one session: addresses here, addresses there, bytes."""
-
-    here: list[int] = field(default_factory=list)
-    there: list[int] = field(default_factory=list)
-    nbytes: list[int] = field(default_factory=list)
-
-
-class _Stage:
-    """Registered memory, and what is to be written from it, by (engine's URL, rank).
-
-    Args:
-        nbytes: that are written from it at most, unless one piece is larger.
-        in_place: whether what is contiguous in a host's memory is written from where it is, and kept until then.
-    """
-
-    def __init__(self, nbytes: int, device: str, register: Callable[[int, int], None], in_place: bool) -> None:
-        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        register(self.memory.data_ptr(), nbytes)
-        self._in_place = in_place
-        self._copied = self._taken = 0
-        self._kept: list[torch.Tensor] = []
-        self.writes: dict[tuple[str, int], _Writes] = {}
-        self.writing: dict[str, list[Future[None]]] = {}
-
-    def take(self, source: torch.Tensor) -> int | None:
-        """Take in a part; the address to write it from, or None when there is no room."""
-        in_place = self._in_place and source.is_cpu and source.is_contiguous()
-        begin = -(-self._copied // 64) * 64
-        most = max((len(writes.here) for writes in self.writes.values()), default=0)
-        is_full = self._taken + source.nbytes > self.memory.numel() or begin + source.nbytes > self.memory.numel()
-        if most >= MOST_WRITES or (is_full and self._taken > 0):
-            return None
-        self._taken += source.nbytes
-        if in_place:
-            self._kept.append(source)
-            return source.data_ptr()
-        self._copied = begin + source.nbytes
-        self.memory[begin : self._copied].view(source.dtype).view(source.shape).copy_(source)
-        return self.memory.data_ptr() + begin
-
-    def clear(self) -> None:
-        """Begin anew: all of it was written, or nobody wants it any more."""
-        self._copied = self._taken = 0
-        self._kept, self.writes, self.writing = [], {}, {}
 
 
 class PeerWriter:
@@ -168,13 +80,14 @@ class PeerWriter:
         self._transfer_engine = start_transfer_engine(host, protocol, device_name)
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="p2p")
         self._peers: dict[EngineAddress, _Peer] = {}
-        self._stages: list[_Stage] = []
+        self._stages: list[Stage] = []
         # Writes that took too long, by URL: one that lands later would tear what a later update wrote.
         self._late: dict[str, list[threading.Event]] = {}
-        self._abandoned: list[_Stage] = []  # which those may still read
+        self._abandoned: list[Stage] = []  # which those may still read
 
     def connect(self, engines: Sequence[EngineAddress]) -> Mapping[str, str]:
         """Learn where each engine's memory is, unless that is known of its present life."""
+        self._forget_ended()
         peers: dict[EngineAddress, _Peer] = {}
         failed: dict[str, str] = {}
         meeting = {engine: self._pool.submit(self._meet, engine) for engine in engines if engine not in self._peers}
@@ -202,9 +115,7 @@ class PeerWriter:
         """Let go of the engines; idempotent."""
         self._peers = {}
         self._pool.shutdown()
-        for stage in self._stages:
-            self._transfer_engine.unregister_memory(stage.memory.data_ptr())
-        self._stages = []
+        self._release(self._stages)
 
     def _meet(self, address: EngineAddress) -> _Peer:
         layout = self._layout(address.ranks)
@@ -217,9 +128,15 @@ class PeerWriter:
             check_registered(layout, rank, memory)
         return _Peer(address, layout, tuple(session for session, _ in told), tuple(memory for _, memory in told))
 
+    def _forget_ended(self) -> None:
+        """Forget late writes that have ended, and the stages that they read when all have."""
+        late = {url: [ended for ended in events if not ended.is_set()] for url, events in self._late.items()}
+        self._late = {url: events for url, events in late.items() if events}
+        if not self._late:
+            self._release(self._abandoned)
+
     def _check_late(self, url: str) -> None:
-        self._late[url] = [ended for ended in self._late.get(url, ()) if not ended.is_set()]
-        if self._late[url]:
+        if url in self._late:
             raise EngineError(
                 f"{url}: {len(self._late[url])} writes of an earlier update have not ended; they may land at any time"
             )
@@ -228,6 +145,7 @@ class PeerWriter:
         """Take in this rank's share, and write all but what comes last; bytes of all of it."""
         nbytes, shares = 0, [0] * self._size
         layouts = {peer.layout.tp: peer.layout for peer in self._peers.values()}
+        counted = min(layouts, default=0)  # what engines of another size are sent besides are the same weights
         for name, tensor in tensors:
             for tp, layout in layouts.items():
                 for piece in pieces(layout, name, tensor, self._piece_bytes):
@@ -235,7 +153,7 @@ class PeerWriter:
                     shares[whose] += piece.source.nbytes
                     if whose != self._rank:
                         continue
-                    nbytes += piece.source.nbytes
+                    nbytes += piece.source.nbytes * (tp == counted)
                     here = self._stages[0].take(piece.source)
                     if here is None:
                         self._turn(failed)
@@ -256,7 +174,7 @@ class PeerWriter:
         self._start(filled, failed)
         self._stages = [written, filled]
 
-    def _start(self, stage: _Stage, failed: Mapping[str, str]) -> None:
+    def _start(self, stage: Stage, failed: Mapping[str, str]) -> None:
         """Start what is to be written from a stage."""
         if stage.memory.is_cuda:
             torch.cuda.synchronize(stage.memory.device)
@@ -267,7 +185,7 @@ class PeerWriter:
                 stage.writing.setdefault(url, []).append(job)
         stage.writes = {}
 
-    def _finish(self, stage: _Stage, failed: dict[str, str]) -> _Stage:
+    def _finish(self, stage: Stage, failed: dict[str, str]) -> Stage:
         """Wait for what is written from a stage; an empty one, another if some write is late and may still read it."""
         for url, jobs in stage.writing.items():
             for job in jobs:
@@ -275,13 +193,13 @@ class PeerWriter:
                     job.result()
                 except EngineError as error:
                     failed[url] = str(error)
-        if any(self._late.get(url) for url in stage.writing):
+        if not self._late.keys().isdisjoint(stage.writing):
             self._abandoned.append(stage)
             return self._new_stage()
         stage.clear()
         return stage
 
-    def _write(self, url: str, session: str, writes: _Writes) -> None:
+    def _write(self, url: str, session: str, writes: Writes) -> None:
         ended = threading.Event()
 
         def write() -> int:
@@ -303,8 +221,12 @@ class PeerWriter:
         if code != 0:
             raise EngineError(f"{url}: a write of {total} bytes to {session} failed with code {code}")
 
-    def _new_stage(self) -> _Stage:
-        return _Stage(self._stage_bytes, self._device, self._register, self._in_place)
+    def _new_stage(self) -> Stage:
+        return Stage(self._stage_bytes, self._device, self._register, self._in_place)
+
+    def _release(self, stages: list[Stage]) -> None:
+        while stages:
+            self._transfer_engine.unregister_memory(stages.pop().memory.data_ptr())
 
     def _register(self, address: int, nbytes: int) -> None:
         code = self._transfer_engine.register_memory(address, nbytes)
@@ -312,37 +234,10 @@ class PeerWriter:
             raise EngineError(f"the Transfer Engine refused to register {nbytes} bytes: code {code}")
 
 
-def _add(stage: _Stage, peer: _Peer, piece: Piece, here: int) -> None:
+def _add(stage: Stage, peer: _Peer, piece: Piece, here: int) -> None:
     for place in piece.places:
         address, _, width = peer.memory[place.rank][place.parameter]
-        writes = stage.writes.setdefault((peer.address.url, place.rank), _Writes())
+        writes = stage.writes.setdefault((peer.address.url, place.rank), Writes())
         writes.here.append(here)
         writes.there.append(address + place.offset * width)
         writes.nbytes.append(piece.source.nbytes)
-
-
-def protocol_of(init_kwargs: Mapping[str, Any], environment: Mapping[str, str]) -> str:
-    """ "tcp" or "rdma": what the object store is told, and where nobody says, RDMA if this host has a device."""
-    said = init_kwargs.get("protocol") or environment.get("MOONCAKE_PROTOCOL")
-    return str(said) if said else ("rdma" if rdma_devices() else "tcp")
-
-
-def start_transfer_engine(host: str, protocol: str, device_name: str = "") -> Any:
-    """A Transfer Engine of this process.
-
-    Raises:
-        ConfigError: it does not start, or Mooncake is not installed.
-    """
-    load_mooncake()
-    from mooncake.engine import TransferEngine
-
-    if protocol == "tcp":
-        os.environ.setdefault("MC_FORCE_TCP", "1")  # it prefers RDMA wherever it sees a device
-    engine = TransferEngine()
-    code = engine.initialize(host, "P2PHANDSHAKE", protocol, device_name)
-    if code != 0:
-        raise ConfigError(
-            f"Mooncake's Transfer Engine did not start on {host} over {protocol} (device {device_name or 'any'}): code "
-            f"{code}; see the process's log, or use --update-weight-transfer-mode broadcast"
-        )
-    return engine

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 import torch.distributed as dist
 import xxhash
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -61,25 +61,28 @@ def named_weights(
     tied to another, is checked to be the same and left out.
 
     Args:
-        tied: name of a tied weight -> the weight that it is a copy of, which comes before it; see `tied_weights`.
+        tied: name of a tied weight -> the weight that it is a copy of, and is sent as; see `tied_weights`.
 
     Raises:
         CopiesDiffer: copies of a weight differ.
     """
     tied = tied or {}
-    seen: dict[str, str] = {}
+    seen: dict[str, tuple[str, str]] = {}
     for name, tensor in weights.items() if isinstance(weights, Mapping) else weights:
         original = tied.get(name, name)
         check_replicas(name, tensor.detach())
         whole = _whole(tensor).to(dtype)
-        digest = digest_of(whole) if original in seen or original in tied.values() else ""
+        # In a mapping no name comes twice.
+        may_come_again = original in tied.values() or not isinstance(weights, Mapping)
+        digest = digest_of(whole) if may_come_again else ""
         if original not in seen:
-            seen[original] = digest
+            seen[original] = name, digest
             yield original, whole
-        elif (seen[original] or digest) != digest:
+        elif seen[original][1] != digest:
+            first, expected = seen[original]
             raise CopiesDiffer(
-                f"weight {name} must equal {original}, which was sent before it: digests {digest}, {seen[original]}; "
-                "the trainer updated one of two copies"
+                f"weight {name} must equal {first}, which was sent before it: digests {digest}, {expected}; the "
+                "trainer updated one of two copies"
             )
 
 
@@ -90,29 +93,35 @@ def tied_weights(model: PreTrainedModel) -> dict[str, str]:
 
 
 def check_replicas(name: str, tensor: torch.Tensor) -> None:
-    """Raise CopiesDiffer unless all ranks that hold a copy of `tensor` hold the same; collective among those.
+    """Raise CopiesDiffer unless all ranks that hold a copy of `tensor` hold the same; collective.
 
-    Copies are what a DTensor replicates along a dimension of its mesh, and any other tensor on all ranks.
+    Copies are what a DTensor replicates along a dimension of its mesh, and any other tensor on all ranks. It raises on
+    all ranks or on none, whichever hold what differs: one that went on would wait for the others in the next gather.
     """
     if isinstance(tensor, DTensor):
-        replicated = [dim for dim, placed in enumerate(tensor.placements) if isinstance(placed, Replicate)]
-        groups = [tensor.device_mesh.get_group(dim) for dim in replicated]
-        local = tensor.to_local()
+        mesh, local = tensor.device_mesh, tensor.to_local()
+        replicated = [mesh.get_group(dim) for dim, placed in enumerate(tensor.placements) if placed.is_replicate()]
+        everyone = [mesh.get_group(dim) for dim in range(mesh.ndim)]
     else:
         world = dist.group.WORLD
-        groups, local = [world] if world is not None else [], tensor
-    for group in groups:
-        if dist.get_world_size(group) == 1:
-            continue
+        replicated = everyone = [world] if world is not None else []
+        local = tensor
+    replicated = [group for group in replicated if dist.get_world_size(group) > 1]
+    if not replicated:
+        return
+    local = local.contiguous()
+    equal = torch.ones((), dtype=torch.int, device=local.device)
+    for group in replicated:
         first = local.clone()
         dist.broadcast(first, dist.get_global_rank(group, 0), group=group)
-        equal = torch.tensor(int(_same_bits(first, local)), device=local.device)
+        equal *= _same_bits(first, local)
+    for group in everyone:
         dist.all_reduce(equal, dist.ReduceOp.MIN, group=group)
-        if not equal.item():
-            raise CopiesDiffer(
-                f"weight {name} [{', '.join(map(str, tensor.shape))}] is replicated, but trainer ranks hold different "
-                "copies; engines would get that of one rank: find why it was not updated alike"
-            )
+    if not equal.item():
+        raise CopiesDiffer(
+            f"weight {name} [{', '.join(map(str, tensor.shape))}] is replicated, but trainer ranks hold different "
+            "copies; engines would get that of one rank: find why it was not updated alike"
+        )
 
 
 def buckets(tensors: Iterable[NamedTensor], max_bytes: int) -> Iterator[list[NamedTensor]]:

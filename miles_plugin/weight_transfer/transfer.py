@@ -1,6 +1,6 @@
 """One weight update, whatever carries the bytes:
 
-    allocate -> prepare (engines serve) -> pause -> flush (unless in_place) -> begin -> transfer -> end -> verify
+    allocate -> prepare (engines serve) -> pause -> flush -> begin -> transfer -> end -> verify
     -> stamp -> announce -> resume -> commit
 
 Every engine must confirm every step. One that fails leaves the rotation, and the update goes on with the others: it
@@ -120,7 +120,8 @@ class Updater:
         transport: this rank's.
         ranks: the trainer ranks.
         authority: on rank 0, None on the others.
-        pause_mode: what becomes of requests in flight: abort, retract or in_place.
+        pause_mode: what becomes of requests in flight: abort, retract or in_place. After an update beside frozen ones
+            later requests may share a prefix that the old weights computed.
         prove: makes what engines are checked against after an update; None: they are not.
         progress: told on rank 0 how many bytes were taken from the source so far.
         clients: of the engines, by URL; they stay between updates.
@@ -196,8 +197,7 @@ class _Update:
             with self._timed("pause"):
                 self._on_each("pause", lambda engine: engine.pause(pause_mode))
             with self._timed("flush"):
-                if pause_mode != "in_place":
-                    self._on_each("flush", lambda engine: engine.flush_cache())
+                self._on_each("flush", _flush_unless_busy if pause_mode == "in_place" else SGLangEngine.flush_cache)
             with self._timed("transfer"):
                 self._on_each("begin", _begin)
                 nbytes = self._transfer()
@@ -279,6 +279,16 @@ class _Update:
             yield
         finally:
             self._seconds[phase] += time.perf_counter() - started
+
+
+def _flush_unless_busy(engine: SGLangEngine) -> None:
+    """Requests that are frozen keep what was computed for them, and with it the whole cache; without any it goes, so
+    that nobody who asks later attends to what the old weights computed."""
+    try:
+        engine.flush_cache()
+    except EngineError as error:
+        if error.status != 400:
+            raise
 
 
 def _begin(engine: SGLangEngine) -> None:

@@ -23,8 +23,7 @@ hooks.register()
 CPU_FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--disable-cuda-graph", "--disable-overlap-schedule", "--grammar-backend", "none"),
-    # Of the memory that is free as the model loads: what other processes take meanwhile counts as the model's, and
-    # with less than that left the server ends. Its cache is bounded by tokens.
+    # For the model and its cache, of the memory that is free before the model is loaded.
     *("--mem-fraction-static", "0.3", "--skip-server-warmup"),
     # An idle scheduler polls without pause otherwise, and takes a whole core from the trainers.
     "--sleep-on-idle",

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,8 +112,15 @@ def test_results_come_in_rank_order_and_failures_by_their_part(parts: Parts) -> 
     with pytest.raises(PartFailed, match=r"^the rollout manager: StoreFull: no room; its log"):
         parts.managed("fail", StoreFull("no room"))
     parts.managed("lose_engine")
-    with pytest.raises(PartFailed, match=r"^SGLang at http://127\.0\.0\.1:1 ended with status 137"):
+    with pytest.raises(PartFailed, match=r"^no answer; SGLang at http://127\.0\.0\.1:1 ended with status 137"):
         parts.each("fail", EngineError("no answer"))
+
+
+@pytest.mark.parametrize("error", [StoreFull("no room"), EngineError("too long", 400), RuntimeError("gloo")])
+def test_an_engine_that_ended_is_not_to_blame_for_what_fails_without_it(parts: Parts, error: Exception) -> None:
+    parts.managed("lose_engine")
+    with pytest.raises(PartFailed, match=r"^trainer rank \d: \w+: (no room|too long|gloo); its log"):
+        parts.each("fail", error)
 
 
 @pytest.mark.parametrize(
@@ -140,6 +148,16 @@ def test_a_killed_trainer_is_named_while_the_other_hangs(parts: Parts) -> None:
         PartFailed, match=r"^trainer rank 1 ended; its log .*trainer rank 1\.log ends:\n(.*\n)*last words"
     ):
         parts.wait(hanging)
+    parts.abandon()
+
+
+def test_a_killed_trainer_is_named_also_when_another_feels_it_first(parts: Parts) -> None:
+    pids = parts.each("pid")
+    first, second = parts._trainers
+    calls = [parts.start(first, "fail", RuntimeError("gloo: closed by peer")), parts.start(second, "hang")]
+    threading.Timer(1, os.kill, (pids[1], signal.SIGKILL)).start()
+    with pytest.raises(PartFailed, match=r"^trainer rank 1 ended"):
+        parts.wait(calls)
     parts.abandon()
 
 

@@ -46,6 +46,8 @@ try:
         arm.steps.append(make_step(rollout_id))
         observers.step_finished(report, arm)
     if config.num_rollout == 3:
+        observers.phase_started("update")
+        observers.progress(600_000, 1_200_000)
         print("nothing more to do", flush=True)
         time.sleep(60)
     report.status = "finished"
@@ -161,6 +163,16 @@ def test_a_terminal_shows_a_panel_with_messages_above_it(
     if columns == 100:
         assert shown[top + 1].startswith("│ rollout   ━")
         assert "ETA 0 s  2/2  real reward" in shown[top + 1]
+
+
+def test_a_weight_update_that_takes_its_time_has_a_bar(terminals: list[Terminal], tmp_path: Path) -> None:
+    terminals.append(Terminal(tmp_path, ["--num-rollout", "3"], environment()))
+    terminal = terminals[-1]
+    terminal.read_until(b"586 KiB of 1.1 MiB")
+    shown = [line for line in visible(terminal.output).splitlines() if "586 KiB of 1.1 MiB" in line][-1]
+    assert re.search(r"now +\S update +\d+ s ━+", shown), shown
+    terminal.job.send_signal(signal.SIGINT)
+    terminal.read_until(None)
 
 
 def test_a_terminal_is_itself_again_after_an_interrupt(terminals: list[Terminal], tmp_path: Path) -> None:

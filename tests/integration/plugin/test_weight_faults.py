@@ -10,13 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
-from miles_plugin.engines.fleet import EngineAddress, Fleet, Member
+from miles_plugin.engines.fleet import EngineAddress, External, Fleet
 from miles_plugin.engines.sglang import EngineError, SGLangEngine
 from miles_plugin.engines.stand_in.process import StandIn
 from miles_plugin.weight_transfer.transfer import Bounds, UpdateFailed, Updater, WeightUpdate
@@ -266,8 +265,7 @@ def test_an_engine_that_was_started_anew_gets_no_request_before_it_has_the_newes
     mode: str, engines: Engines, open_updater: Callable[..., Updater]
 ) -> None:
     updater = open_updater(mode)
-    clients = [SGLangEngine(each.url, timeout=10) for each in engines.standing]
-    fleet = Fleet([cast(Member, SimpleNamespace(engine=client, ranks=1)) for client in clients])
+    fleet = Fleet([External(each.url, 1) for each in engines.standing])
 
     def update() -> None:
         version = engines.versions.next
@@ -287,5 +285,4 @@ def test_an_engine_that_was_started_anew_gets_no_request_before_it_has_the_newes
     assert fleet.roll_call() == []
     assert {engine.url for engine in fleet.serving()} == {each.url for each in engines.standing}
     assert engines.served(0)[0] == str(engines.versions.next - 1)
-    for client in clients:
-        client.close()
+    fleet.stop()

@@ -17,7 +17,7 @@ from miles_plugin.report import html, series, units
 from miles_plugin.report.files import redraw
 from miles_plugin.report.metrics import STEP_KEYS, step_metrics, track_name
 from miles_plugin.report.plot import draw
-from miles_plugin.report.record import FORMAT, Arm, Report, Resume, ShardRecord, Step, finite
+from miles_plugin.report.record import FORMAT, Arm, Report, Resume, ShardRecord, Step, UpdateRecord, finite
 from mooncake_store.errors import ConfigError
 from tests.report_samples import make_finished_report, make_report, make_reports, make_step
 
@@ -26,6 +26,14 @@ each_report = pytest.mark.parametrize("report", REPORTS.values(), ids=REPORTS)
 
 _floats = st.floats(allow_nan=True, allow_infinity=True)
 _texts = st.text(max_size=8)
+_updates = st.builds(
+    UpdateRecord,
+    nbytes=st.integers(0, 2**60),
+    density=_floats,
+    seconds=st.dictionaries(_texts, _floats, max_size=3),
+    engines=st.lists(_texts, max_size=2),
+    left=st.lists(_texts, max_size=2),
+)
 _steps = st.builds(
     Step,
     reward=_floats,
@@ -37,13 +45,17 @@ _steps = st.builds(
     nbytes=st.dictionaries(_texts, st.integers(0, 2**60), max_size=3),
     sample_versions=st.lists(st.integers(0, 99).map(str), max_size=2),
     shards=st.lists(st.builds(ShardRecord), max_size=2),
+    requested_version=st.none() | st.integers(0, 99),
+    updates=st.lists(_updates, max_size=2),
 )
 _reports = st.builds(
     Report,
     config=st.dictionaries(_texts, st.none() | st.integers() | _texts, max_size=3),
     machine=st.dictionaries(_texts, _texts, max_size=3),
     arms=st.dictionaries(
-        _texts, st.builds(Arm, initial_accuracy=_floats, steps=st.lists(_steps, max_size=2)), max_size=2
+        _texts,
+        st.builds(Arm, initial_accuracy=_floats, steps=st.lists(_steps, max_size=2), first_update=st.none() | _updates),
+        max_size=2,
     ),
     object_store=st.dictionaries(_texts, st.integers(0, 2**60), max_size=2),
     seconds_total=st.floats(0, 1e9),
@@ -134,6 +146,31 @@ def test_the_lag_is_from_the_newest_version_served_before_the_rollout_was_traine
     made = [(["0"], 1), (["0"], None), (["0", "1"], 2), (["2"], 3), (["default"], 4)]
     arm = Arm("real", 0.4, [make_step(i, sample_versions=v, served_version=s) for i, (v, s) in enumerate(made)])
     assert [arm.version_lag(index) for index in range(len(made))] == [0, 1, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("made", "requested", "lag"),
+    [
+        (["7"], 7, 0),
+        (["5", "7"], 7, 2),
+        (["7", "8"], 7, 0),  # an update while it was generated
+        (["8"], 7, 0),
+        (["default", "6"], 7, 1),
+        (["default"], 7, 0),
+        (["0"], None, 0),
+        ([], 7, 0),
+    ],
+)
+def test_the_requested_lag_is_from_the_version_that_was_current_when_the_rollout_began(
+    made: list[str], requested: int | None, lag: int
+) -> None:
+    report = make_report()
+    step = make_step(0, sample_versions=made, requested_version=requested)
+    arm = report.arms["real"] = Arm("real", 0.4, [step])
+    assert arm.requested_lag(0) == lag
+    metrics = step_metrics(arm, 0, report.config)
+    assert metrics["rollout/weight_version/requested_lag"] == lag
+    assert metrics.get("rollout/weight_version/requested") == requested
 
 
 @each_report

@@ -16,6 +16,7 @@ pytest.importorskip("rich", reason="the extra `train` is not installed")
 
 from rich.cells import cell_len
 from rich.console import Console
+from rich.progress_bar import ProgressBar
 
 from miles_plugin.arguments_sources import load_config
 from miles_plugin.report import files, observers, progress, units
@@ -32,7 +33,7 @@ from mooncake_store.errors import ConfigError, MissingDependency
 from tests.report_samples import make_finished_report, make_report, make_reports, make_step, play
 
 REPORTS = make_reports()
-EVENTS = ["run_started", "message", "arm_started", "phase_started", "step_finished", "run_finished"]
+EVENTS = ["run_started", "message", "arm_started", "phase_started", "progress", "step_finished", "run_finished"]
 
 
 @pytest.fixture(params=REPORTS)
@@ -217,6 +218,9 @@ KEYS = {
 }  # fmt: skip
 
 
+UPDATE_KEYS = {"version", "nbytes", "density", "seconds", "engines", "left", "proven"}
+
+
 def test_json_lines_of_any_report(report: Report, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     events = [json.loads(line, parse_constant=pytest.fail) for line in lines_of(JsonLines, report, tmp_path)]
     assert not caplog.records
@@ -229,6 +233,11 @@ def test_json_lines_of_any_report(report: Report, tmp_path: Path, caplog: pytest
     assert len(steps) == sum(len(arm.steps) for arm in report.arms.values())
     phases = [event["rollout_id"] for event in events if event["event"] == "phase_started"]
     assert phases == [event["rollout_id"] for event in steps for _ in range(4)], "a phase names the rollout it is of"
+    told = [(event["phase"], event["done_bytes"], event["total_bytes"]) for event in events if "done_bytes" in event]
+    sent = [event["nbytes"].get("update", 0) for event in steps]
+    assert told == [("update", done, total) for total in sent for done in (0, total)]
+    updates = [update for event in steps for update in event["updates"]]
+    assert all(set(update) == UPDATE_KEYS for update in updates)
 
 
 def test_the_documentation_of_json_lines_names_every_key() -> None:
@@ -255,7 +264,8 @@ def test_the_panel_fits_any_terminal_and_report(report: Report, width: int, tmp_
     try:
         for arm in arms.values():
             live.arm_started(arm, 4)
-            live.phase_started("generate")
+            live.phase_started("update")
+            live.progress(10**9, 2 * 10**9)
             live.step_finished(report, arm)
         panel = drawn(live, width).splitlines()
     finally:
@@ -296,6 +306,47 @@ def test_the_panel_says_what_is_going_on(tmp_path: Path) -> None:
         "get 10 ms",
     ):  # fmt: skip
         assert expected in panel, panel
+
+
+@pytest.mark.parametrize(
+    ("done", "total", "filled", "words"),
+    [
+        (0, 1 << 30, 0, "0 B of 1.0 GiB"),
+        (1 << 29, 1 << 30, 10, "512 MiB of 1.0 GiB"),
+        (1 << 30, 1 << 30, 20, "1.0 GiB of 1.0 GiB"),
+        (2 << 30, 1 << 30, 20, "2.0 GiB of 1.0 GiB"),
+        (0, 0, 0, "0 B of 0 B"),
+    ],
+)
+def test_the_bar_of_an_update_is_as_long_as_it_says(
+    done: int, total: int, filled: int, words: str, tmp_path: Path
+) -> None:
+    live = LiveProgress(Console(file=io.StringIO(), width=120, force_terminal=True))
+    live.run_started(make_report(), tmp_path)
+    try:
+        live.phase_started("update")
+        before = drawn(live, 120)
+        live.progress(done, total)
+        during = bar_of(live)
+        live.phase_started("evaluate")
+        after = drawn(live, 120)
+    finally:
+        live.run_finished(make_report())
+    assert "━" not in before + after, "nothing of the last update is left"
+    text, lit = during
+    assert words in text
+    assert lit == filled
+
+
+def bar_of(live: LiveProgress) -> tuple[str, int]:
+    """The panel's row of what goes on, and how many cells of its bar are filled."""
+    console = Console(file=io.StringIO(), width=120, force_terminal=True, color_system="standard")
+    lines = console.render_lines(live._panel(), pad=False)
+    (row,) = (line for line in lines if any("of" in part.text.split() for part in line))
+    bar = [part for part in row if part.text and set(part.text) <= set("━╸╺")]
+    dim = ProgressBar().style
+    lit = sum(len(part.text) for part in bar if part.style != console.get_style(dim))
+    return "".join(part.text for part in row), lit
 
 
 def test_the_rest_of_a_run_is_extrapolated_over_both_arms() -> None:

@@ -90,7 +90,9 @@ def run(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
         monkeypatch.setattr(AsyncHTTP, "post", post)
         task = Task("chain_sum", {}, held_out_size=4, seed=0)
-        fleet = Fleet([cast(Member, SimpleNamespace(engine=engine, ranks=1)) for engine in engines])
+        fleet = Fleet(
+            [cast(Member, SimpleNamespace(engine=engine, ranks=1, ended=lambda _: None)) for engine in engines]
+        )
         sampler = Sampler(load_config(flags), task, checkpoint, fleet)
         samplers.append(sampler)
         return sampler.sample(list(itertools.islice(task.rollout(), items)), 10, group_size, 0.7, **more)
@@ -306,13 +308,39 @@ def test_what_is_running_is_known_by_name(run: Callable[..., list[Sample]], user
     assert longest_call() is None
 
 
-def test_an_engine_that_is_gone_is_named(run: Callable[..., list[Sample]], user: ModuleType) -> None:
-    def gone(ids: list[int], params: dict[str, Any]) -> tuple[str, str]:
-        raise EngineError("http://127.0.0.1:1/generate: no answer: connection refused")
+def gone(url: str, status: int | None = None) -> FakeEngine:
+    """An engine that does not answer, or with an error."""
 
+    def answer(ids: list[int], params: dict[str, Any]) -> tuple[str, str]:
+        raise EngineError(f"{url}/generate: {'no answer: connection refused' if status is None else status}", status)
+
+    return FakeEngine(url, answer)
+
+
+@pytest.mark.parametrize("flags", [GENERATE, ()], ids=["custom", "batched"])
+def test_others_are_asked_for_what_an_engine_that_is_gone_was_asked_for(
+    flags: tuple[str, ...], run: Callable[..., list[Sample]], user: ModuleType
+) -> None:
     user.generate = one_turn  # type: ignore[attr-defined]
-    with pytest.raises(CustomFunctionError, match="no answer: connection refused"):
-        run(engines(gone), *GENERATE)
+    first, second = engines(right)
+    samples = run([gone(first.url), second], *flags)
+    assert [sample.response for sample in samples] == ["42"] * 8
+    assert {version for sample in samples for version in sample.weight_versions} == {second.version}
+    with pytest.raises(
+        EngineError, match=r"^no engine is in rotation: .*:1 failed in generate: .*refused; .*:2 failed"
+    ):
+        run([gone(first.url), gone(second.url)], *flags)
+
+
+def test_an_engine_that_refuses_what_a_function_asks_stays(run: Callable[..., list[Sample]], user: ModuleType) -> None:
+    user.generate = one_turn  # type: ignore[attr-defined]
+    first, second = engines(right)
+    with pytest.raises(CustomFunctionError, match="generate: 400"):
+        run([gone(first.url, 400), second], *GENERATE)
+    another = gone("http://127.0.0.1:9")  # a server that the function asks besides
+    another.url = first.url
+    with pytest.raises(CustomFunctionError, match="no answer"):
+        run([another, second], *GENERATE)
 
 
 def returned(**changes: Any) -> SimpleNamespace:

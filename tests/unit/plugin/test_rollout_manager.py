@@ -63,7 +63,7 @@ def make(
     def start(specs: Any) -> list[SimpleNamespace]:
         assert [spec.seed for spec in specs] == [0, 1]
         made = [FakeEngine(f"http://127.0.0.1:{port}", answer, "5") for port in (1, 2)]
-        return [SimpleNamespace(engine=engine, ranks=1, stop=lambda: None) for engine in made]
+        return [SimpleNamespace(engine=engine, ranks=1, stop=lambda: None, ended=lambda _: None) for engine in made]
 
     def make(*flags: str) -> tuple[RolloutManager, MemoryStore]:
         store = MemoryStore()
@@ -223,3 +223,15 @@ def test_accuracy_is_of_the_held_out_items(make: Callable[..., tuple[RolloutMana
     assert 0.3 < manager.evaluate() < 0.7
     assert manager.state() == before
     assert not store.batches
+
+
+def test_the_progress_of_an_update_does_not_outlast_it(
+    make: Callable[..., tuple[RolloutManager, MemoryStore]],
+) -> None:
+    manager, _ = make()
+    manager.register_trainer("trainer")
+    manager.allocate_version("trainer")
+    manager.note_progress(40, 40)
+    assert manager.progress() == (40, 40)
+    manager.allocate_version("trainer")
+    assert manager.progress() == (0, 0)

@@ -1,0 +1,157 @@
+"""What the job's loop asks of its parts in a step, and what it tells of the weight updates in it."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+pytest.importorskip("torch", reason="the extra `train` is not installed")
+pytest.importorskip("ray", reason="the extra `train` is not installed")
+
+from miles_plugin import job
+from miles_plugin.arguments_sources import load_config
+from miles_plugin.engines.fleet import Left
+from miles_plugin.parts import Parts
+from miles_plugin.report.observer import Observer
+from miles_plugin.report.record import Step
+from miles_plugin.rollout.batch import Shard
+from miles_plugin.rollout.manager import RollCall, Rollout
+from miles_plugin.training import weights
+from miles_plugin.weight_transfer.transfer import PHASES, WeightUpdate
+
+A, B = "http://10.0.0.1:30000", "http://10.0.0.2:30000"
+LOST = Left(B, "transfer", "it refused a bucket")
+
+
+class FakeParts:
+    """Notes what is asked. waiting: engines of each roll call in turn. left: engines of each update in turn."""
+
+    manager = "the manager"
+
+    def __init__(self, waiting: list[list[str]], left: list[list[Left]]) -> None:
+        self._waiting, self._left = waiting, left
+        self.asked: list[str] = []
+        self.told: list[tuple[int, int] | None] = []
+        self._version = 4
+
+    def managed(self, method: str, *arguments: Any) -> Any:
+        self.asked.append(method)
+        if method == "roll_call":
+            return RollCall(self._waiting.pop(0), [])
+        if method == "evaluate":
+            return 0.5
+        shard = SimpleNamespace(rank=0, ref=SimpleNamespace(key="key"), num_rows=8, digest="digest")
+        return Rollout(
+            [cast(Shard, shard)],
+            0.25,
+            8,
+            0,
+            64,
+            "digest",
+            {"generate": 1.0, "put": 0.5},
+            100,
+            self._version,
+            [str(self._version)],
+        )
+
+    def each(self, method: str, *arguments: Any, tick: Callable[[], None] | None = None) -> list[Any]:
+        assert (method, arguments) == ("update_weights", (self.manager,))
+        self.asked.append(method)
+        for _ in list(self.told):
+            assert tick is not None
+            tick()
+        self._version += 1
+        left = tuple(self._left.pop(0)) if self._left else ()
+        seconds = dict.fromkeys(PHASES, 0.5)
+        return [WeightUpdate(self._version, 1000, 1.0, seconds, (A,), left, 12), None]
+
+    def each_with(self, method: str, *arguments: Any) -> list[Any]:
+        self.asked.append(method)
+        measured = {"loss": 0.1, "clip_fraction": 0.0, "grad_norm": 1.0, "digest": "digest", "get_bytes": 50}
+        return [measured | {"seconds": {"get": 0.25, "train": 2.0}}]
+
+    def progress(self) -> tuple[int, int] | None:
+        return self.told.pop(0)
+
+
+class Heard(Observer):
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
+
+    def message(self, text: str) -> None:
+        self.events.append(("message", text))
+
+    def phase_started(self, phase: str) -> None:
+        self.events.append(("phase", phase))
+
+    def progress(self, done: int, total: int) -> None:
+        self.events.append(("progress", done, total))
+
+
+def step(parts: FakeParts, observer: Observer, *flags: str, rollout_id: int = 0) -> Step:
+    config = load_config(["--num-rollout", "10", "--eval-interval", "10", *flags])
+    return job._step(config, cast(Parts, parts), rollout_id, observer)
+
+
+def test_engines_that_wait_get_the_newest_weights_before_the_rollout() -> None:
+    parts, observer = FakeParts([[A, B]], []), Heard()
+    made = step(parts, observer)
+    assert parts.asked == ["roll_call", "update_weights", "generate", "train", "update_weights"]
+    assert observer.events[:2] == [("message", f"engines that wait for weights: {A}, {B}"), ("phase", "update")]
+    assert [update.version for update in made.updates] == [5, 6]
+    assert made.requested_version == 5, "what the rollout was made with"
+    assert made.served_version == 6
+    assert made.nbytes == {"put": 100, "get": 50, "update": 1000}, "of the update after the training"
+
+
+def test_without_engines_that_wait_there_is_one_update_when_it_is_due() -> None:
+    parts = FakeParts([[], []], [])
+    made = step(parts, Heard(), "--update-weights-interval", "2")
+    assert parts.asked == ["roll_call", "generate", "train"]
+    assert (made.updates, made.served_version) == ([], None)
+    assert "update" not in made.nbytes
+    parts.asked.clear()
+    made = step(parts, Heard(), "--update-weights-interval", "2", rollout_id=1)
+    assert parts.asked == ["roll_call", "generate", "train", "update_weights"]
+    assert [update.version for update in made.updates] == [made.served_version] == [5]
+
+
+def test_an_engine_that_is_left_out_is_said_and_recorded() -> None:
+    observer = Heard()
+    made = step(FakeParts([[]], [[LOST]]), observer)
+    assert ("message", f"warning: version 5 is served without an engine: {LOST}") in observer.events
+    (update,) = made.updates
+    assert (update.engines, update.left, update.proven) == ([A], [str(LOST)], 12)
+    assert tuple(update.seconds) == PHASES
+
+
+def test_progress_is_shown_as_soon_as_there_is_some() -> None:
+    parts, observer = FakeParts([[]], []), Heard()
+    parts.told = [None, (0, 0), (10, 40), (40, 40)]
+    step(parts, observer)
+    assert [event for event in observer.events if event[0] == "progress"] == [
+        ("progress", 10, 40),
+        ("progress", 40, 40),
+    ]
+
+
+def test_the_manager_is_told_now_and_then_and_always_of_the_first_and_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    noted: list[tuple[int, int]] = []
+    remote = SimpleNamespace(remote=lambda done, total: noted.append((done, total)))
+    manager = SimpleNamespace(note_progress=SimpleNamespace(options=lambda **_: remote))
+    now = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    progress = weights._Progress(manager, 100)
+    for done in (10, 20, 30):
+        progress(done)
+    assert noted == [(10, 100)]
+    now += 2 * weights._PROGRESS_SECONDS
+    for done in (40, 50, 100):
+        progress(done)
+    assert noted == [(10, 100), (40, 100), (100, 100)]
+    for done in (10, 20):  # the next update, or everything again after an engine broke the first attempt
+        progress(done)
+    assert noted[3:] == [(10, 100)]
