@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.weights.model import flip, random_bytes
+from benchmarks.weights.model import count_up, random_bytes
 from benchmarks.weights.trainer import HOST
 from miles_plugin.engines.fleet import EngineAddress
 from miles_plugin.engines.sglang import SGLangEngine
@@ -55,7 +55,9 @@ class Near:
     def __init__(self, nbytes: int, port: int) -> None:
         torch.set_num_threads(1)
         self._nbytes = nbytes
-        self._memory = random_bytes(-(-nbytes // _CHUNK) * _CHUNK + _CHUNK)  # an engine has gaps between its parameters
+        self._memory = random_bytes(
+            -(-nbytes // _CHUNK) * _CHUNK + _CHUNK, seed=1
+        )  # an engine has gaps between its parameters
         self._copy = self._memory[:nbytes].copy()  # so that its pages are there
         self._engine = start_transfer_engine(HOST, "tcp")
         if self._engine.register_memory(self._memory.ctypes.data, self._memory.size) != 0:
@@ -63,9 +65,9 @@ class Near:
         self._targets: dict[str, list[_Target]] = {}
         dist.init_process_group("gloo", init_method=f"tcp://{HOST}:{port}", rank=0, world_size=2, timeout=_TIMEOUT)
 
-    def change(self, turn: int) -> str:
+    def change(self) -> str:
         """Make every byte another one; the digest of what `Far` will receive."""
-        flip(self._memory, turn)
+        count_up(self._memory)
         return _digest(self._memory[: self._nbytes])
 
     def write(self, engines: Sequence[EngineAddress], form: str) -> float:

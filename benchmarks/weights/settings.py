@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from miles_plugin.arguments import TrainConfig
+from miles_plugin.report.units import nbytes
 from mooncake_store.config import parse_size
 from mooncake_store.errors import ConfigError
+from mooncake_store.memory import memory_limit
 
 FULL = "full"  # what travels: every weight of the model
 _BYTES, _QUICK_BYTES = 1_200_000_000, 20_000_000
@@ -57,6 +59,11 @@ class Settings:
     def logs(self) -> Path:
         return self.output / "logs"
 
+    def memory(self, case: Case) -> int:
+        """Bytes that a case takes: the model in every engine and trainer rank, three times for the limits; buckets."""
+        buckets = (case.engines * case.tp + 2) * min(self.bucket_bytes, self.nbytes)
+        return (case.engines + case.ranks + 3) * self.nbytes + buckets
+
     def load(self, case: Case) -> dict[str, Any]:
         """What two runs must have in common to be compared."""
         return {
@@ -85,7 +92,7 @@ def resolve(arguments: argparse.Namespace) -> Settings:
     if wrong := [tp for tp in arguments.tp if tp not in _RANKS]:
         raise ConfigError(f"--tp {wrong[0]}: allowed are {', '.join(map(str, _RANKS))}")
     run = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
-    return Settings(
+    found = Settings(
         run=run,
         cases=tuple(Case(*each) for each in product(arguments.engines, arguments.tp, arguments.ranks)),
         nbytes=_size("size", arguments.size, _QUICK_BYTES if quick else _BYTES),
@@ -95,6 +102,13 @@ def resolve(arguments: argparse.Namespace) -> Settings:
         warmup=arguments.warmup,
         output=arguments.output or Path("runs") / f"weights-{run}",
     )
+    for case in found.cases:
+        if (needed := found.memory(case)) > (limit := memory_limit().nbytes):
+            raise ConfigError(
+                f"--size: {case.name} would take {nbytes(needed)} of memory, and there are {nbytes(limit)}; ask for a "
+                "smaller model, or for fewer engines or ranks"
+            )
+    return found
 
 
 def _size(flag: str, given: str | None, default: int) -> int:

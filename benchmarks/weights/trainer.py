@@ -65,9 +65,9 @@ class Trainer:
         }
         self._updaters = {mode: Updater(transports[mode], ranks, versions, "retract") for mode in MODES}
 
-    def update(self, mode: str, engines: Sequence[EngineAddress], turn: int, prove: bool) -> Took | None:
+    def update(self, mode: str, engines: Sequence[EngineAddress], prove: bool) -> Took | None:
         """Change all weights, and bring the engines to them; on all ranks at once. What it took, on rank 0."""
-        self._weights.change(turn)
+        self._weights.change()
         updater = self._updaters[mode]
         update = replace(updater, prove=self._prove if prove else None).update(self._weights, engines)
         if update is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from benchmarks.processes import SpawnedProcess
@@ -50,25 +51,19 @@ class Stage:
         self._trainers = [_start(stack, f"trainer-{plan.rank}", logs, Trainer, plan) for plan in plans]
         self._near = _start(stack, "near", logs, Near, self.nbytes, limits_port)
         self._far = _start(stack, "far", logs, Far, self.nbytes, limits_port)
-        for process in (
-            *self._trainers,
-            self._near,
-            self._far,
-        ):  # they meet, so all are started before one is waited for
+        for process in (*self._trainers, self._near, self._far):  # which meet: all are started before the first wait
             process.wait()
-        self._count = 0
         self.turns: dict[str, Callable[[], Seconds]] = {
-            **{mode: lambda mode=mode: self._update(mode, False) for mode in MODES},  # type: ignore[misc]
-            **{name: lambda mode=mode: self._update(mode, True) for mode, name in PROVEN.items()},  # type: ignore[misc]
-            **{name: lambda form=form: self._write(form) for form, name in RAW_WRITES.items()},  # type: ignore[misc]
+            **{mode: partial(self._update, mode, False) for mode in MODES},
+            **{name: partial(self._update, mode, True) for mode, name in PROVEN.items()},
+            **{name: partial(self._write, form) for form, name in RAW_WRITES.items()},
             RAW_BROADCAST: self._broadcast,
             SOCKET: self._send,
-            MEMCPY: lambda: {"transfer": self._near.call("copy")},
+            MEMCPY: self._copy,
         }
 
     def _update(self, mode: str, prove: bool) -> Seconds:
-        self._count += 1
-        running = [trainer.start("update", mode, self._engines, self._count, prove) for trainer in self._trainers]
+        running = [trainer.start("update", mode, self._engines, prove) for trainer in self._trainers]
         took: Took
         took, *_ = [result() for result in running]
         if not prove:
@@ -87,6 +82,9 @@ class Stage:
     def _send(self) -> Seconds:
         return self._to_far("receive", "send", self._far.call("port"))
 
+    def _copy(self) -> Seconds:
+        return {"transfer": self._near.call("copy")}
+
     def _to_far(self, there: str, here: str, *arguments: object) -> Seconds:
         expected = self._change()
         receiving = self._far.start(there)
@@ -97,8 +95,7 @@ class Stage:
         return {"transfer": seconds}
 
     def _change(self) -> str:
-        self._count += 1
-        return str(self._near.call("change", self._count))
+        return str(self._near.call("change"))
 
 
 @contextmanager

@@ -53,7 +53,7 @@ def test_weights_that_did_not_arrive_end_the_run(tmp_path: Path, monkeypatch: py
         for turn in running.turns.values():
             turn()
         trainer = running._trainers[0]
-        trainer.call("update", "p2p", running._engines, 100, False)
+        trainer.call("update", "p2p", running._engines, False)
         trainer.call("verify", running._engines)
         running._near.call("write", running._engines, "pieces")
         with pytest.raises(BenchFailed, match="does not hold the trainer's weights"):
