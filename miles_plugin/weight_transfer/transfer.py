@@ -197,7 +197,7 @@ class _Update:
             with self._timed("pause"):
                 self._on_each("pause", lambda engine: engine.pause(pause_mode))
             with self._timed("flush"):
-                self._on_each("flush", _flush_unless_busy if pause_mode == "in_place" else SGLangEngine.flush_cache)
+                self._on_each("flush", _flush_unless_busy if pause_mode == "in_place" else _flush)
             with self._timed("transfer"):
                 self._on_each("begin", _begin)
                 nbytes = self._transfer()
@@ -279,6 +279,10 @@ class _Update:
             yield
         finally:
             self._seconds[phase] += time.perf_counter() - started
+
+
+def _flush(engine: SGLangEngine) -> None:
+    engine.flush_cache()
 
 
 def _flush_unless_busy(engine: SGLangEngine) -> None:

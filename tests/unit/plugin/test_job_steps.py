@@ -16,7 +16,7 @@ from miles_plugin.parts import Parts
 from miles_plugin.report.observer import Observer
 from miles_plugin.report.record import Step
 from miles_plugin.rollout.batch import Shard
-from miles_plugin.rollout.manager import RollCall, Rollout
+from miles_plugin.rollout.manager import Rollout
 from miles_plugin.training import weights
 from miles_plugin.weight_transfer.transfer import PHASES, WeightUpdate
 
@@ -34,11 +34,15 @@ class FakeParts:
         self.asked: list[str] = []
         self.told: list[tuple[int, int] | None] = []
         self._version = 4
+        self._news: list[str] = []
 
     def managed(self, method: str, *arguments: Any) -> Any:
+        if method == "engine_news":
+            news, self._news = self._news, []
+            return news
         self.asked.append(method)
         if method == "roll_call":
-            return RollCall(self._waiting.pop(0), [])
+            return self._waiting.pop(0)
         if method == "evaluate":
             return 0.5
         shard = SimpleNamespace(rank=0, ref=SimpleNamespace(key="key"), num_rows=8, digest="digest")
@@ -63,6 +67,7 @@ class FakeParts:
             tick()
         self._version += 1
         left = tuple(self._left.pop(0)) if self._left else ()
+        self._news = [f"an engine left the rotation: {each}" for each in left]
         seconds = dict.fromkeys(PHASES, 0.5)
         return [WeightUpdate(self._version, 1000, 1.0, seconds, (A,), left, 12), None]
 
@@ -120,7 +125,7 @@ def test_without_engines_that_wait_there_is_one_update_when_it_is_due() -> None:
 def test_an_engine_that_is_left_out_is_said_and_recorded() -> None:
     observer = Heard()
     made = step(FakeParts([[]], [[LOST]]), observer)
-    assert ("message", f"warning: version 5 is served without an engine: {LOST}") in observer.events
+    assert observer.events.count(("message", f"warning: an engine left the rotation: {LOST}")) == 1
     (update,) = made.updates
     assert (update.engines, update.left, update.proven) == ([A], [str(LOST)], 12)
     assert tuple(update.seconds) == PHASES

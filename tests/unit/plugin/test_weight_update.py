@@ -178,13 +178,16 @@ def test_every_engine_takes_each_step_before_any_takes_the_next() -> None:
 
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
-def test_the_cache_is_kept_only_where_requests_go_on_with_it(mode: str) -> None:
+def test_the_cache_may_stay_only_where_requests_go_on_with_it(mode: str) -> None:
+    """An engine with requests that are frozen refuses to flush."""
     update = Update(mode, prove=False)
-    done = update.run(A)
+    done = update.run(A, B)
     assert ("pause", A, mode) in update.events
-    assert ("flush_cache" in update.steps()) == (mode != "in_place")
+    assert "flush_cache" in update.steps()
     assert "check" not in update.steps()
     assert done.proven == 0
+    update.engines[A].failing["flush_cache"] = EngineError("requests are still running or queued", 400)
+    assert update.run(A, B).confirmed == ((A, B) if mode == "in_place" else (B,))
 
 
 def test_each_phase_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
