@@ -97,6 +97,8 @@ class Fleet:
         self._lives = dict.fromkeys(self._members, 0)
         self._version: int | None = None
         self._news: list[str] = []
+        # Outside, and failed an update since it was last seen not to answer: it gets the next one, but none of its own.
+        self._tried: set[str] = set()
 
     def addresses(self) -> list[EngineAddress]:
         """All engines: those outside the rotation are offered every update."""
@@ -140,6 +142,7 @@ class Fleet:
     def updated(self, version: int, confirmed: Sequence[str], left: Sequence[Left]) -> None:
         """An update is complete: in rotation is who confirmed it."""
         self._version = version
+        self._tried = {each.url for each in left}
         for each in left:
             self.leave(each)
         for url in self._members.keys() - set(confirmed) - self._outside.keys():
@@ -151,10 +154,11 @@ class Fleet:
     def roll_call(self) -> list[str]:
         """Before requests are sent: look whether each engine still serves what it confirmed; one that does not leaves.
 
-        Returns the engines outside the rotation that answer: they wait for an update.
+        Returns the engines outside the rotation that answer and wait for an update, but those that failed the last one
+        and have answered since.
         """
         expected = None if self._version is None else str(self._version)
-        waiting = []
+        waiting: list[str] = []
         members = dict(self._members)
         with ThreadPoolExecutor(max(1, len(members)), thread_name_prefix="roll call") as pool:
             answers = {
@@ -165,9 +169,10 @@ class Fleet:
                 served = answer.result()
             except EngineError as error:
                 self.leave(Left(url, "roll call", str(error)))
+                self._tried.discard(url)
                 continue
             if url in self._outside:
-                waiting.append(url)
+                waiting += {url} - self._tried
             elif expected is not None and served != expected:
                 self.leave(Left(url, "roll call", f"serves version {served!r}, not {expected}: it was started anew"))
                 waiting.append(url)

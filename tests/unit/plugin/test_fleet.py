@@ -152,6 +152,41 @@ def test_why_an_engine_left_is_what_happened_first(engines: Engines) -> None:
     assert "a write failed" in engines.outside()[A]
 
 
+def test_who_leaves_and_who_is_back_is_said_once(engines: Engines) -> None:
+    fleet = engines.fleet
+    fleet.leave(Left(A, "generate", "reset"))
+    for version in (0, 1):
+        engines.update(version, [B, C], (Left(A, "prepare", "refused"),))
+    assert fleet.news() == [f"an engine left the rotation: {A} failed in generate: reset"]
+    assert fleet.news() == []
+    for version in (2, 3):
+        engines.update(version, [A, B, C])
+    assert fleet.news() == [f"engine {A} is back in rotation, with version 2"]
+
+
+def test_the_end_of_its_process_is_why_an_engine_left() -> None:
+    ended = f"SGLang at {A} ended with status 137; its log x"
+    member: Any = SimpleNamespace(engine=FakeEngine(A), ranks=1, ended=lambda _patience: ended)
+    fleet = Fleet([member])
+    fleet.leave(Left(A, "generate", "no answer"))
+    assert fleet.news() == [f"an engine left the rotation: {A} failed in generate: {ended}"]
+    with pytest.raises(EngineError, match="ended with status 137"):
+        fleet.serving()
+
+
+def test_an_engine_that_fails_every_update_does_not_make_the_job_send_another_before_each_rollout(
+    engines: Engines,
+) -> None:
+    engines.update(3, [B, C], (Left(A, "verify", "differs"),))
+    assert engines.fleet.roll_call() == []
+    engines.by_url[A].version = EngineError("no answer")
+    assert engines.fleet.roll_call() == []
+    engines.by_url[A].version = "default"
+    assert engines.fleet.roll_call() == [A], "it was started anew"
+    engines.update(4, [A, B, C])
+    assert engines.fleet.roll_call() == []
+
+
 def test_engines_are_called_at_once_each_within_a_bound(engines: Engines) -> None:
     """One that is slow holds the others up for the bound of one call, not of one call each."""
     together = threading.Barrier(3)

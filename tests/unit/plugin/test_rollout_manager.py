@@ -235,3 +235,10 @@ def test_the_progress_of_an_update_does_not_outlast_it(
     assert manager.progress() == (40, 40)
     manager.allocate_version("trainer")
     assert manager.progress() == (0, 0)
+
+
+def test_closing_is_idempotent(make: Callable[..., tuple[RolloutManager, MemoryStore]]) -> None:
+    manager, _ = make("--task", "chain_sum")
+    manager.generate(0)
+    for _ in range(2):
+        manager.close()
