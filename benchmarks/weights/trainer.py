@@ -15,7 +15,7 @@ from benchmarks.weights.model import DTYPE, Weights
 from miles_plugin.engines.fleet import EngineAddress, Left
 from miles_plugin.engines.sglang import SGLangEngine
 from miles_plugin.weight_transfer.broadcast import Broadcaster, Bystander
-from miles_plugin.weight_transfer.equality import Expected, compare
+from miles_plugin.weight_transfer.equality import Expected
 from miles_plugin.weight_transfer.layout import Layout
 from miles_plugin.weight_transfer.p2p import PeerWriter
 from miles_plugin.weight_transfer.ranks import Ranks
@@ -56,7 +56,7 @@ class Trainer:
         config = AutoConfig.from_pretrained(plan.checkpoint)
         layout = cache(lambda tp: Layout(config, tp, DTYPE))
         self._weights = Weights(config)
-        self._prove: Callable[[], Proof] = lambda: Proof(layout(plan.tp))
+        self._prove: Callable[[], Expected] = lambda: Expected(layout(plan.tp))
         ranks = Ranks(dist.group.WORLD)
         versions = _Versions() if plan.rank == 0 else None
         transports: dict[str, Transport] = {
@@ -90,19 +90,6 @@ class Trainer:
         for updater in self._updaters.values():
             updater.close()
         dist.destroy_process_group()
-
-
-class Proof:
-    """Implements `transfer.Proof` for engines of one layout."""
-
-    def __init__(self, layout: Layout) -> None:
-        self._expected = Expected(layout)
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        self._expected.add(name, tensor)
-
-    def check(self, engine: SGLangEngine) -> int:
-        return compare(self._expected.checksums(), engine.checksums(), engine.url)
 
 
 class _Versions:

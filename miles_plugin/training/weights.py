@@ -9,17 +9,15 @@ from datetime import timedelta
 from functools import cache
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from miles_plugin.arguments import TrainConfig
 from miles_plugin.engines.fleet import Left
-from miles_plugin.engines.sglang import SGLangEngine
 from miles_plugin.rollout.lanes import CONTROL
 from miles_plugin.training.policy import WEIGHT_DTYPE
 from miles_plugin.weight_transfer.broadcast import Broadcaster, Bystander
-from miles_plugin.weight_transfer.equality import Checksum, Expected, checksum_of, compare
+from miles_plugin.weight_transfer.equality import Expected, checksum_of
 from miles_plugin.weight_transfer.layout import Layout
 from miles_plugin.weight_transfer.p2p import PeerWriter
 from miles_plugin.weight_transfer.ranks import Ranks
@@ -72,7 +70,7 @@ def open_updater(
         ranks,
         ManagedVersions(manager, f"{run_id}/trainer-0@{host}:{os.getpid()}") if is_first else None,
         config.pause_generation_mode,
-        prove=(lambda: _Proof(layout(config.rollout_num_gpus_per_engine), checksum)) if checksum else None,
+        prove=(lambda: Expected(layout(config.rollout_num_gpus_per_engine), checksum)) if checksum else None,
         progress=_Progress(manager, total) if is_first else None,
     )
 
@@ -101,19 +99,6 @@ def _transport(
 
 def _device_name(config: TrainConfig) -> str:
     return str(config.mooncake_store_init_kwargs.get("device_name") or os.environ.get("MOONCAKE_DEVICE", ""))
-
-
-class _Proof:
-    """That engines, which have as many ranks each as the settings say, hold what was sent."""
-
-    def __init__(self, layout: Layout, checksum: Checksum) -> None:
-        self._expected = Expected(layout, checksum)
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        self._expected.add(name, tensor)
-
-    def check(self, engine: SGLangEngine) -> int:
-        return compare(self._expected.checksums(), engine.checksums(), engine.url)
 
 
 class _Progress:

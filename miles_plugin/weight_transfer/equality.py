@@ -10,7 +10,7 @@ from math import prod
 
 import torch
 
-from miles_plugin.engines.sglang import EngineError
+from miles_plugin.engines.sglang import EngineError, SGLangEngine
 from miles_plugin.weight_transfer.layout import Layout, Placement
 from mooncake_store.errors import ConfigError
 
@@ -118,6 +118,10 @@ class Expected:
                 "model is not the one that the engines serve"
             )
         return self._checksums
+
+    def check(self, engine: SGLangEngine) -> int:
+        """The number of tensors that `engine` has proven to hold; raises what `checksums` and `compare` raise."""
+        return compare(self.checksums(), engine.checksums(), engine.url)
 
 
 def compare(expected: Sequence[Mapping[str, str]], reported: Sequence[Mapping[str, str]], engine: str) -> int:
