@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -74,10 +75,13 @@ class Engines:
         for index, each in enumerate(self.standing):
             if self.is_alive(index):
                 os.kill(each.pid, signal.SIGCONT)
-                each.clear_faults()
-            else:
-                each.stop()
-                self.standing[index] = self._start(index, int(each.url.rpartition(":")[2]))
+                try:
+                    each.clear_faults()
+                    continue
+                except httpx.ConnectError:  # it has just died
+                    pass
+            each.stop()
+            self.standing[index] = self._start(index, int(each.url.rpartition(":")[2]))
 
     def is_alive(self, index: int) -> bool:
         """Whether its process is there, its relay's word for it awaited where it is not."""
