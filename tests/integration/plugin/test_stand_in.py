@@ -465,6 +465,7 @@ class Script:
             sender.stop()
 
 
+@pytest.mark.slow  # starts SGLang
 def test_it_answers_as_sglang_does(server: RunningEngine, stand_in: StandIn, checkpoint: Path) -> None:
     real, mine = Script(server.engine), Script(stand_in.engine)
     real.run(checkpoint)
@@ -473,6 +474,7 @@ def test_it_answers_as_sglang_does(server: RunningEngine, stand_in: StandIn, che
         assert answered == expected, label
 
 
+@pytest.mark.slow  # starts SGLang
 def test_it_says_of_itself_what_sglang_says(server: RunningEngine, stand_in: StandIn) -> None:
     real, mine = server.engine.model_info(), stand_in.engine.model_info()
     assert shape(mine) == {key: shape(value) for key, value in real.items() if key in mine}
@@ -484,6 +486,7 @@ def test_it_says_of_itself_what_sglang_says(server: RunningEngine, stand_in: Sta
     }
 
 
+@pytest.mark.slow  # starts SGLang
 def test_its_checksums_are_those_of_sglang(server: RunningEngine, stand_in: StandIn, checkpoint: Path) -> None:
     for engine in (server.engine, stand_in.engine):
         body = {"model_path": str(checkpoint)}

@@ -117,8 +117,15 @@ def authority(tmp_path: Path) -> Iterator[VersionAuthority]:
     made.close()
 
 
-@pytest.mark.parametrize("mode", ["broadcast", "p2p"])
-@pytest.mark.parametrize("killed_at", ["announce", "commit"])
+@pytest.mark.parametrize(
+    ("mode", "killed_at"),
+    [
+        ("broadcast", "announce"),
+        ("p2p", "commit"),
+        pytest.param("broadcast", "commit", marks=pytest.mark.slow),
+        pytest.param("p2p", "announce", marks=pytest.mark.slow),
+    ],
+)
 def test_versions_go_on_upward_when_the_trainer_dies_between_transfer_and_commit(
     mode: str, killed_at: str, authority: VersionAuthority, checkpoint: Path, engines: Engines, tmp_path: Path
 ) -> None:
@@ -149,7 +156,7 @@ def test_versions_go_on_upward_when_the_trainer_dies_between_transfer_and_commit
     assert VersionAuthority(tmp_path / "versions", Owner.here("run")).current == 1
 
 
-@pytest.mark.parametrize("mode", ["broadcast", "p2p"])
+@pytest.mark.parametrize("mode", ["broadcast", pytest.param("p2p", marks=pytest.mark.slow)])
 def test_a_trainer_that_was_taken_over_while_it_hung_cannot_commit(
     mode: str, authority: VersionAuthority, checkpoint: Path, engines: Engines
 ) -> None:
@@ -203,7 +210,7 @@ def take_part(rank: int, port: int, connection: Any, mode: str, checkpoint: Path
     os._exit(0)  # the group cannot be left in order when a rank has died
 
 
-@pytest.mark.parametrize("mode", ["broadcast", "p2p"])
+@pytest.mark.parametrize("mode", ["p2p", pytest.param("broadcast", marks=pytest.mark.slow)])
 def test_a_trainer_rank_that_dies_ends_the_update_and_engines_stay_paused(
     mode: str, authority: VersionAuthority, checkpoint: Path, engines: Engines
 ) -> None:

@@ -116,7 +116,7 @@ def lose_a_rank(rank: int) -> dict[str, Any]:
     return {"ended": reason_of(lambda: ranks.take({"end": end}, "end", os.environ["LOST"]))}
 
 
-@pytest.mark.parametrize("how", ["killed", "hangs"])
+@pytest.mark.parametrize("how", ["killed", pytest.param("hangs", marks=pytest.mark.slow)])
 def test_a_rank_that_is_lost_ends_the_step_for_the_others(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
