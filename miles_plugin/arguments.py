@@ -228,9 +228,8 @@ class WeightUpdateArguments(BaseModel):
     update_weights_interval: int = Field(1, ge=1, description="rollouts between weight updates")
     pause_generation_mode: Literal["abort", "retract", "in_place"] = Field(
         "retract",
-        description="requests in flight during a weight update, of which the main job has none: abort ends them, "
-        "retract puts them back into the engine's queue, in_place freezes them with what the old weights computed for "
-        "them and for prefixes that later requests may share",
+        description="requests in flight during a weight update (the main job has none): abort ends them, retract puts "
+        "them back into the engine's queue, in_place freezes them with all that the old weights had computed",
     )
 
 

@@ -18,15 +18,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from miles_plugin.engines.fleet import EngineAddress
 from miles_plugin.engines.launch import RunningEngine
 from miles_plugin.engines.sglang import EngineError, SGLangEngine
 from miles_plugin.engines.stand_in.group import WeightsGroup
 from miles_plugin.engines.stand_in.process import StandIn
 from miles_plugin.rollout.sample import Sample
-from miles_plugin.weight_transfer.broadcast import Broadcaster, EngineRanks
-from miles_plugin.weight_transfer.sources import NamedTensor, buckets
-from miles_plugin.weight_transfer.transfer import update_weights
+from miles_plugin.weight_transfer.broadcast import Broadcaster
+from miles_plugin.weight_transfer.ranks import Ranks
+from miles_plugin.weight_transfer.sources import NamedTensor
+from miles_plugin.weight_transfer.transfer import Updater
 from mooncake_store.process import ManagedProcess, free_ports
+from tests.weight_updates import BUCKET_BYTES, Versions
 
 pytestmark = pytest.mark.integration
 BUCKET = "/update_weights_from_distributed"
@@ -64,19 +67,23 @@ def constant(checkpoint: Path, value: float) -> list[NamedTensor]:
     ]
 
 
+Sender = tuple[Broadcaster, EngineAddress]
+
+
 @contextmanager
-def broadcasting(engine: SGLangEngine, ranks: int = 1) -> Iterator[Broadcaster]:
-    """A group, with a client of its own: closing the group closes that."""
-    name = f"test-{time.monotonic_ns()}"
-    broadcaster = Broadcaster([EngineRanks(SGLangEngine(engine.url), ranks)], "127.0.0.1", name, "gloo")
+def broadcasting(engine: SGLangEngine, ranks: int = 1) -> Iterator[Sender]:
+    """What sends to one engine, from update to update."""
+    broadcaster = Broadcaster("127.0.0.1", "test", "gloo", BUCKET_BYTES)
     try:
-        yield broadcaster
+        yield broadcaster, EngineAddress(engine.url, ranks)
     finally:
         broadcaster.close()
 
 
-def send(broadcaster: Broadcaster, weights: Sequence[NamedTensor], version: int, mode: str = "in_place") -> None:
-    update_weights(broadcaster, buckets(weights, 64 * 1024), version, mode, lambda _version: None)
+def send(sender: Sender, weights: Sequence[NamedTensor], version: int, mode: str = "in_place") -> None:
+    broadcaster, address = sender
+    updater = Updater(broadcaster, Ranks(), Versions(first=version), mode)
+    updater.update(lambda: weights, [address])
 
 
 def policy(engine: SGLangEngine) -> list[float] | None:
@@ -114,7 +121,7 @@ def test_an_update_goes_through_the_steps_and_is_served(stand_in: StandIn, check
             send(broadcaster, constant(checkpoint, float(version)), version, mode)
             assert policy(engine) == [float(version)]
             assert engine.weight_version() == str(version)
-    paths = [call["path"].strip("/") for call in stand_in.calls()[before:]]
+    paths = [call["path"].strip("/") for call in stand_in.calls()[before:] if call["path"] != "/model_info"]
     begin, end = paths.index("begin_weight_update"), paths.index("end_weight_update")
     assert paths[: begin + 1] == [
         "init_weights_update_group", "pause_generation", "flush_cache", "begin_weight_update"
@@ -159,7 +166,7 @@ def test_tensors_may_come_one_by_one_and_late(stand_in: StandIn, checkpoint: Pat
             sender.receive(tensor)  # a broadcast, which rank 0 sends
         assert loading.result().json()["message"].endswith("Weight version updated to nine.")
     engine.end_update()
-    engine.destroy_weights_group("plain")
+    engine.destroy_weights_group("plain", 10)
     assert (policy(engine), engine.weight_version()) == ([9.0], "nine")
     (call,) = [call for call in stand_in.calls() if call["path"] == BUCKET and "weight_version" in call["body"]]
     assert call["ended"] - call["began"] >= 0.2

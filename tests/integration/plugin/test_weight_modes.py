@@ -166,15 +166,18 @@ def test_a_response_that_an_update_lands_in_says_which_version_made_each_token(
     prompts = PROMPTS[:2]
     with pair.updater(mode, pause_mode) as updater:
         pair.update(updater)
-        old = pair.held
         generators = [server.engine for server in pair.servers]
-        with (
-            beside(lambda: generators[0].generate(prompts, LONG)) as one,
-            beside(lambda: generators[1].generate(prompts, LONG)) as two,
-        ):
-            for engine in generators:
-                await_tokens(engine, BEGUN)
-            version = pair.update(updater).version
+        for _ in range(5):  # until none has ended before the update lands
+            old = pair.held
+            with (
+                beside(lambda: generators[0].generate(prompts, LONG)) as one,
+                beside(lambda: generators[1].generate(prompts, LONG)) as two,
+            ):
+                for engine in generators:
+                    await_tokens(engine, BEGUN)
+                version = pair.update(updater).version
+            if all(len(response["meta_info"]["weight_versions"]) == 2 for response in one[0] + two[0]):
+                break
     for prompt, response in zip(2 * prompts, one[0] + two[0], strict=True):
         meta = response["meta_info"]
         assert len(response["output_ids"]) == LONG["max_new_tokens"]

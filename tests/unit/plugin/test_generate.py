@@ -50,7 +50,7 @@ class Engine(FakeEngine):
 class Rollouts:
     def __init__(self, checkpoint: Path, engines: int) -> None:
         self.engines = [Engine(port) for port in range(1, engines + 1)]
-        members = [SimpleNamespace(engine=engine, ranks=1) for engine in self.engines]
+        members = [SimpleNamespace(engine=engine, ranks=1, ended=lambda _: None) for engine in self.engines]
         self.fleet = Fleet([cast(Member, member) for member in members])
         self._task = Task("chain_sum", {}, held_out_size=4, seed=0)
         self.sampler = Sampler(load_config([]), self._task, checkpoint, self.fleet)
