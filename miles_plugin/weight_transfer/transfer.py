@@ -36,8 +36,9 @@ class UpdateFailed(EngineError):
 
 @dataclass(frozen=True)
 class Bounds:
-    """Seconds that engines get: for one request, to join a process group, and to take one bucket."""
+    """Seconds that engines get: to say that they are there, for a request, to join a process group, for a bucket."""
 
+    answer: float = 10.0
     call: float = 60.0
     join: float = 60.0
     bucket: float = 300.0
@@ -192,7 +193,8 @@ class _Update:
         with self._pool, self._timed("converge"):
             version = self._authority.allocate()
             with self._timed("prepare"):
-                self._on_each("prepare", lambda engine: engine.model_info())
+                # One that hangs, and is offered every update, must not hold each up for long.
+                self._on_each("prepare", lambda engine: engine.model_info(self._settings.bounds.answer))
                 self._connect()
             with self._timed("pause"):
                 self._on_each("pause", lambda engine: engine.pause(pause_mode))

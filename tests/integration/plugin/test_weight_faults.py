@@ -24,7 +24,7 @@ from tests.integration.plugin.conftest import make_checkpoint
 from tests.weight_updates import Versions, broadcasting, constant, expecting, writing
 
 pytestmark = pytest.mark.integration
-BOUNDS = Bounds(call=3, join=3, bucket=3)
+BOUNDS = Bounds(answer=3, call=3, join=3, bucket=3)
 PROMPT, PARAMS = [[1, 2, 3]], {"max_new_tokens": 2}
 STEPS = {
     "/model_info": "prepare",

@@ -13,7 +13,7 @@ from miles_plugin.engines.sglang import EngineError, SGLangEngine  # noqa: E402
 from miles_plugin.version import VersionFenced  # noqa: E402
 from miles_plugin.weight_transfer.equality import WeightsDiffer  # noqa: E402
 from miles_plugin.weight_transfer.ranks import RankFailed, Ranks  # noqa: E402
-from miles_plugin.weight_transfer.transfer import PHASES, Sent, UpdateFailed, Updater, WeightUpdate  # noqa: E402
+from miles_plugin.weight_transfer.transfer import PHASES, Bounds, Sent, UpdateFailed, Updater, WeightUpdate  # noqa: E402
 from tests.weight_updates import Versions  # noqa: E402
 
 A, B = "http://10.0.0.1:30000", "http://10.0.0.2:30000"
@@ -45,7 +45,8 @@ class FakeEngine:
         if step in self.failing:
             raise self.failing[step]
 
-    def model_info(self) -> dict[str, Any]:
+    def model_info(self, seconds: float) -> dict[str, Any]:
+        assert seconds == Bounds().answer < Bounds().call, "one that hangs is offered every update"
         self.note("model_info")
         return {}
 
