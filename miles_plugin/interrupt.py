@@ -7,7 +7,10 @@ import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    import psutil
 
 _in_order = False
 _handled = False
@@ -103,12 +106,23 @@ def no_descendant_left(patience: float = 2.0) -> Iterator[Descendants]:
 
 
 def kill_descendants() -> None:
-    """SIGKILL every process that this one started, directly or not. Returns when none is left."""
+    """SIGKILL every process that this one started, directly or not. Returns when none is left, zombies aside."""
     import psutil
 
     me = psutil.Process()
-    while children := me.children(recursive=True):
-        for child in children:
+    dying: set[psutil.Process] = set()  # one that has lost its parent is no descendant any more
+    while left := {*me.children(recursive=True), *dying}:
+        for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
-        psutil.wait_procs(children, timeout=1.0)
+                process.kill()
+        _, alive = psutil.wait_procs(left, timeout=1.0)
+        dying = {process for process in alive if not _is_zombie(process)}
+
+
+def _is_zombie(process: "psutil.Process") -> bool:
+    import psutil
+
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True

@@ -13,19 +13,20 @@ pytestmark = [pytest.mark.integration, pytest.mark.e2e]
 
 
 @pytest.mark.parametrize(
-    ("backend", "control", "nodes"),
+    ("backend", "mode", "control", "nodes"),
     [
-        ("mooncake", "none", 1),
-        pytest.param("ray", "none", 1, marks=pytest.mark.slow),
-        pytest.param("mooncake", "both", 2, marks=pytest.mark.slow),
+        ("mooncake", "p2p", "none", 1),
+        pytest.param("ray", "broadcast", "none", 1, marks=pytest.mark.slow),
+        pytest.param("mooncake", "broadcast", "both", 2, marks=pytest.mark.slow),
     ],
 )
 def test_a_short_job_ends_with_a_complete_report(
-    backend: str, control: str, nodes: int, checkpoint: Path, tmp_path: Path, marked: Marked
+    backend: str, mode: str, control: str, nodes: int, checkpoint: Path, tmp_path: Path, marked: Marked
 ) -> None:
     arguments = [
         *SMALL, "--num-rollout", "2", "--hf-checkpoint", str(checkpoint), "--report", str(tmp_path / "run"),
         "--object-store-backend", backend, "--reward-control", control,
+        "--update-weight-transfer-mode", mode, "--check-weight-update-equal",
         "--actor-num-nodes", str(nodes), "--actor-num-gpus-per-node", str(2 // nodes),
     ]  # fmt: skip
     expected = load_config(arguments)
@@ -53,6 +54,9 @@ def test_a_short_job_ends_with_a_complete_report(
         assert set(step["seconds"]) == {"generate", "put", "get", "train", "update", "evaluate"}
         assert step["nbytes"]["put"] == step["nbytes"]["get"] > 0
         assert step["nbytes"]["update"] > 0
+        (update,) = step["updates"]
+        assert update["proven"] > 0, "tensors of the engine are the trainers'"
+        assert (update["version"], update["left"]) == (step["served_version"], [])
         assert 0 <= step["held_out_accuracy"] <= 1
     assert (tmp_path / "run" / "report.png").read_bytes().startswith(b"\x89PNG")
     assert "<html" in (tmp_path / "run" / "report.html").read_text()

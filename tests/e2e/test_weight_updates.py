@@ -37,7 +37,8 @@ def parameters(checkpoint: Path) -> int:
     return len(Layout(AutoConfig.from_pretrained(checkpoint), 1, WEIGHT_DTYPE).parameters)
 
 
-@pytest.mark.parametrize("mode", [pytest.param("broadcast", marks=pytest.mark.slow), "p2p"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
 def test_every_update_is_proven_on_every_engine(mode: str, checkpoint: Path, tmp_path: Path, marked: Marked) -> None:
     arguments = [
         *TWO_ENGINES, "--num-rollout", "2", "--hf-checkpoint", str(checkpoint), "--report", str(tmp_path / "run"),

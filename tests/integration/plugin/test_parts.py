@@ -116,7 +116,13 @@ def test_results_come_in_rank_order_and_failures_by_their_part(parts: Parts) -> 
         parts.each("fail", EngineError("no answer"))
 
 
-@pytest.mark.parametrize("error", [StoreFull("no room"), EngineError("too long", 400), RuntimeError("gloo")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        EngineError("too long", 400),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (StoreFull("full"), RuntimeError("gloo"))),
+    ],
+)
 def test_an_engine_that_ended_is_not_to_blame_for_what_fails_without_it(parts: Parts, error: Exception) -> None:
     parts.managed("lose_engine")
     with pytest.raises(PartFailed, match=r"^trainer rank \d: \w+: (no room|too long|gloo); its log"):

@@ -120,8 +120,8 @@ def authority(tmp_path: Path) -> Iterator[VersionAuthority]:
 @pytest.mark.parametrize(
     ("mode", "killed_at"),
     [
-        ("broadcast", "announce"),
         ("p2p", "commit"),
+        pytest.param("broadcast", "announce", marks=pytest.mark.slow),
         pytest.param("broadcast", "commit", marks=pytest.mark.slow),
         pytest.param("p2p", "announce", marks=pytest.mark.slow),
     ],

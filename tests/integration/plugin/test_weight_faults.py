@@ -206,7 +206,9 @@ def assert_serves_no_mixture(engine: StandIn) -> None:
     assert all(policy is None or len(policy) == 1 for policy in policies), "None: those that it was started with"
 
 
-@pytest.mark.parametrize("when", ["before", "during", "after"])
+@pytest.mark.parametrize(
+    "when", ["during", *(pytest.param(when, marks=pytest.mark.slow) for when in ("before", "after"))]
+)
 def test_the_others_get_everything_again_when_one_dies_in_the_middle_of_a_broadcast(
     when: str, engines: Engines, open_updater: Callable[..., Updater]
 ) -> None:

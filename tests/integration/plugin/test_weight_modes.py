@@ -28,7 +28,7 @@ from tests.integration.plugin.test_moe import gaps
 from tests.integration.plugin.test_sglang_cpu import GREEDY, PROMPTS, ROUNDING, hugging_face_gap
 from tests.weight_updates import Versions, broadcasting, expecting, layouts, writing
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 MODES = ("broadcast", "p2p")
 BOUNDS = Bounds(call=60, join=60, bucket=60)  # tight ones are for stand-ins
 # Long enough to be updated midway, and for how many tokens they have together when that begins.
@@ -79,7 +79,7 @@ class Pair:
         return update
 
 
-@pytest.fixture(scope="module", params=[0, pytest.param(4, marks=pytest.mark.slow)], ids=["dense", "experts"])
+@pytest.fixture(scope="module", params=[0, 4], ids=["dense", "experts"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     directory, experts = tmp_path_factory.mktemp("pair"), request.param
     checkpoints = [make_checkpoint(directory / str(seed), seed, experts) for seed in (0, 1)]
@@ -153,12 +153,8 @@ def beside(call: Callable[[], Any]) -> Iterator[list[Any]]:
     assert results, "it failed or hangs"
 
 
-IN_FLIGHT = [("broadcast", "retract"), ("p2p", "in_place")]
-IN_FLIGHT_SLOW = [("broadcast", "in_place"), ("p2p", "retract")]
-
-
 @pytest.mark.parametrize(
-    ("mode", "pause_mode"), [*IN_FLIGHT, *(pytest.param(*each, marks=pytest.mark.slow) for each in IN_FLIGHT_SLOW)]
+    ("mode", "pause_mode"), [(mode, pause_mode) for mode in MODES for pause_mode in ("retract", "in_place")]
 )
 def test_a_response_that_an_update_lands_in_says_which_version_made_each_token(
     mode: str, pause_mode: str, pair: Pair
@@ -199,7 +195,7 @@ def test_a_response_that_an_update_lands_in_says_which_version_made_each_token(
             assert after[second["start"] :].max() > 5 * ROUNDING, "they attend to what the old policy computed"
 
 
-@pytest.mark.parametrize("mode", [MODES[0], pytest.param(MODES[1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", MODES)
 def test_a_response_that_an_update_aborts_is_asked_for_again(
     mode: str, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

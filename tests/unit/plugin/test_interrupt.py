@@ -7,6 +7,7 @@ import sys
 import time
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -69,6 +70,18 @@ def test_what_lost_its_parent_is_ended_too() -> None:
         assert left.is_running()
         assert left.ppid() != parent.pid
     assert not left.is_running() or left.status() == psutil.STATUS_ZOMBIE  # where nobody reaps orphans
+
+
+def test_what_lost_its_parent_and_dies_slowly_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody's child any more, and not dead yet: on a busy machine that takes seconds."""
+    child, grandchild = (SimpleNamespace(kill=lambda: None, status=lambda: psutil.STATUS_DISK_SLEEP) for _ in range(2))
+    children = iter([[child, grandchild]])
+    me = SimpleNamespace(children=lambda recursive: next(children, []))
+    monkeypatch.setattr(psutil, "Process", lambda: me)
+    alive = [{grandchild}, {grandchild}, set()]
+    monkeypatch.setattr(psutil, "wait_procs", lambda left, timeout: (set(), alive.pop(0)))
+    interrupt.kill_descendants()
+    assert not alive
 
 
 @pytest.mark.parametrize("signals", [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGINT)])
