@@ -207,7 +207,7 @@ def assert_serves_no_mixture(engine: StandIn) -> None:
 
 
 @pytest.mark.parametrize(
-    "when", ["during", *(pytest.param(when, marks=pytest.mark.slow) for when in ("before", "after"))]
+    "when", ["during", pytest.param("before", marks=pytest.mark.slow), pytest.param("after", marks=pytest.mark.slow)]
 )
 def test_the_others_get_everything_again_when_one_dies_in_the_middle_of_a_broadcast(
     when: str, engines: Engines, open_updater: Callable[..., Updater]

@@ -72,14 +72,29 @@ def test_what_lost_its_parent_is_ended_too() -> None:
     assert not left.is_running() or left.status() == psutil.STATUS_ZOMBIE  # where nobody reaps orphans
 
 
+class Dying(SimpleNamespace):
+    """A process that was killed, and takes its time."""
+
+    def kill(self) -> None: ...
+
+    def status(self) -> str:
+        return psutil.STATUS_DISK_SLEEP
+
+    __hash__ = object.__hash__
+
+
 def test_what_lost_its_parent_and_dies_slowly_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody's child any more, and not dead yet: on a busy machine that takes seconds."""
-    child, grandchild = (SimpleNamespace(kill=lambda: None, status=lambda: psutil.STATUS_DISK_SLEEP) for _ in range(2))
-    children = iter([[child, grandchild]])
-    me = SimpleNamespace(children=lambda recursive: next(children, []))
+    child, grandchild = Dying(), Dying()
+    children, alive = [[child, grandchild]], [{grandchild}, {grandchild}, set[Dying]()]
+
+    def wait_procs(_left: object, timeout: float) -> tuple[set[Dying], set[Dying]]:
+        assert timeout > 0
+        return set(), alive.pop(0)
+
+    me = SimpleNamespace(children=lambda **_: children.pop() if children else [])
     monkeypatch.setattr(psutil, "Process", lambda: me)
-    alive = [{grandchild}, {grandchild}, set()]
-    monkeypatch.setattr(psutil, "wait_procs", lambda left, timeout: (set(), alive.pop(0)))
+    monkeypatch.setattr(psutil, "wait_procs", wait_procs)
     interrupt.kill_descendants()
     assert not alive
 
