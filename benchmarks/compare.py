@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from benchmarks import markdown
-from benchmarks.measurements import Measurement
+from benchmarks.measurements import Measurement, read
 from benchmarks.statistics import Cell, Spread, seconds_of, spread_of
 from mooncake_store.errors import ConfigError
 
@@ -95,3 +96,11 @@ def check_same_load(old: Sequence[Measurement], loads: Mapping[str, Mapping[str,
             )
     if not then.keys() & loads.keys():
         raise ConfigError(f"--compare: the earlier run has none of the variants {', '.join(loads)}")
+
+
+def read_same_load(path: Path | None, loads: Mapping[str, Mapping[str, Any]]) -> list[Measurement]:
+    """The measurements of an earlier run; none without a path. Raises ConfigError where `check_same_load` does."""
+    old = read(path) if path is not None else []
+    if old:
+        check_same_load(old, loads)
+    return old

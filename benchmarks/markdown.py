@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.measurements import Measurement
 from mooncake_store.errors import ConfigError
 
 
@@ -52,3 +54,17 @@ def _around(path: Path, name: str) -> tuple[str, str]:
     if not found or text.count(begin) != 1 or text.count(end) != 1:
         raise ConfigError(f"{path} has no place for this table: it needs the lines {begin!r} and {end!r}, once each")
     return before, after
+
+
+def circumstances(measurements: Sequence[Measurement], load: str = "") -> str:
+    """Which run, where, with what, how often, when. load: sentences on what was measured."""
+    item = measurements[0]
+    rounds = len({measurement.round for measurement in measurements})
+    versions = ", ".join(f"{part} {version}" for part, version in item.versions.items())
+    parts = [
+        f"Run {item.run} on {item.machine}; {versions}.",
+        load,
+        f"Rounds in which all take turns: {rounds}; median, quartiles in brackets. Written "
+        f"{time.strftime('%Y-%m-%d')}.",
+    ]
+    return " ".join(filter(None, parts))

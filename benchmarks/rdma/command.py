@@ -50,9 +50,7 @@ def run(arguments: argparse.Namespace) -> None:
         return
     settings = resolve_settings(arguments)
     fit_to_host(settings.config, contributes=False)
-    old = measurements.read(arguments.compare) if arguments.compare else []
-    if old:
-        compare.check_same_load(old, {case.name: settings.load(case) for case in settings.cases})
+    old = compare.read_same_load(arguments.compare, {case.name: settings.load(case) for case in settings.cases})
     if arguments.document:
         markdown.check_document(arguments.document, MARK)
     try:

@@ -7,7 +7,7 @@ import errno
 from collections.abc import Mapping, Sequence
 from multiprocessing import resource_tracker
 
-from benchmarks import compare, markdown, measurements
+from benchmarks import compare, markdown
 from benchmarks.measurements import Measurement
 from benchmarks.progress import Steps
 from benchmarks.transport import plot, report, rounds, scaling, stage, targets
@@ -37,9 +37,9 @@ def run(arguments: argparse.Namespace, peers: Mapping[str, Peer] = PEERS) -> Non
     mark = "scaling" if settings.scaling else "fresh" if settings.fresh else "transport"
     if settings.scaling and (arguments.compare or arguments.check):
         raise ConfigError("--scaling has no targets and nothing to compare; leave out --check and --compare")
-    old = measurements.read(arguments.compare) if arguments.compare else []
-    if old:
-        compare.check_same_load(old, {workload.variant: settings.load(workload) for workload in settings.workloads})
+    old = compare.read_same_load(
+        arguments.compare, {workload.variant: settings.load(workload) for workload in settings.workloads}
+    )
     if arguments.document:
         markdown.check_document(arguments.document, mark)
     try:

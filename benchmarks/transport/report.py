@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from benchmarks import markdown
@@ -30,7 +29,7 @@ def text(
     """Everything, as Markdown: where and with what, a table per variant, the targets."""
     labels = {peer.name: peer.label for peer in peers}
     fresh = measurements[0].fresh
-    parts = [_circumstances(measurements), _FRESH if fresh else _USED]
+    parts = [markdown.circumstances(measurements), _FRESH if fresh else _USED]
     parts += [_variant(measurements, variant, labels) for variant in gathered(measurements, lambda item: item.variant)]
     if found:
         parts.append(_targets(found))
@@ -44,16 +43,6 @@ def text(
         )
     parts += [f"Not measured: {reason}." for reason in skipped]
     return "\n\n".join(parts)
-
-
-def _circumstances(measurements: Sequence[Measurement]) -> str:
-    item = measurements[0]
-    rounds = len({measurement.round for measurement in measurements})
-    versions = ", ".join(f"{part} {version}" for part, version in item.versions.items())
-    return (
-        f"Run {item.run} on {item.machine}; {versions}. Rounds in which all take turns: {rounds}; median, quartiles in "
-        f"brackets. Written {time.strftime('%Y-%m-%d')}."
-    )
 
 
 def _variant(measurements: Sequence[Measurement], variant: str, labels: dict[str, str]) -> str:

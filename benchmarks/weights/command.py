@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from multiprocessing import resource_tracker
 
-from benchmarks import compare, markdown, measurements
+from benchmarks import compare, markdown
 from benchmarks.measurements import Measurement
 from benchmarks.progress import Steps
 from benchmarks.recorder import Recorder
@@ -30,9 +30,7 @@ def run(arguments: argparse.Namespace) -> None:
         BenchFailed: a process failed, an engine held other weights, or with --check a target was missed.
     """
     settings = resolve(arguments)
-    old = measurements.read(arguments.compare) if arguments.compare else []
-    if old:
-        compare.check_same_load(old, {case.name: settings.load(case) for case in settings.cases})
+    old = compare.read_same_load(arguments.compare, {case.name: settings.load(case) for case in settings.cases})
     if arguments.document:
         markdown.check_document(arguments.document, MARK)
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,14 +56,11 @@ def text(measurements: Sequence[Measurement], found: Sequence[Result]) -> str:
 
 def _circumstances(measurements: Sequence[Measurement]) -> str:
     item = measurements[0]
-    rounds = len({measurement.round for measurement in measurements})
-    versions = ", ".join(f"{part} {version}" for part, version in item.versions.items())
-    return (
-        f"Run {item.run} on {item.machine}; {versions}. Stand-in engines; {item.bytes / 1e9:.2f} GB of bfloat16, the "
-        f"weights of a Qwen3; buckets of {item.settings['bucket'] / 2**20:.0f} MiB. Rounds in which all take turns: "
-        f"{rounds}; median, quartiles in brackets. GB/s are of the model's bytes, once. Written "
-        f"{time.strftime('%Y-%m-%d')}."
+    load = (
+        f"Stand-in engines; {item.bytes / 1e9:.2f} GB of bfloat16, the weights of a Qwen3; buckets of "
+        f"{item.settings['bucket'] / 2**20:.0f} MiB; GB/s are of the model's bytes, once."
     )
+    return markdown.circumstances(measurements, load)
 
 
 def _case(measurements: Sequence[Measurement], variant: str) -> str:
