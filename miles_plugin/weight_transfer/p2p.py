@@ -21,7 +21,7 @@ import torch
 
 from miles_plugin.engines.fleet import EngineAddress
 from miles_plugin.engines.sglang import EngineError, SGLangEngine
-from miles_plugin.weight_transfer.layout import Layout, LayoutMismatch, check_registered
+from miles_plugin.weight_transfer.layout import Layout, LayoutMismatch, check_registered, check_served
 from miles_plugin.weight_transfer.pieces import Piece, pieces
 from miles_plugin.weight_transfer.sources import NamedTensor
 from miles_plugin.weight_transfer.stage import Stage, Writes
@@ -121,6 +121,8 @@ class PeerWriter:
         layout = self._layout(address.ranks)
         client = SGLangEngine(address.url, self._bounds.call)
         try:
+            # Under some settings names and sizes agree, and yet other weights lie there.
+            check_served(layout, client.server_info(), address.url)
             told = [client.registered_memory(rank) for rank in range(address.ranks)]
         finally:
             client.close()

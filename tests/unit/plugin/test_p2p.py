@@ -131,3 +131,32 @@ def test_an_update_that_raises_leaves_nothing_for_the_next_one_to_write(
     written = sum(map(sum, engine.transfer.batches))
     assert written == sum(tensor.nbytes for tensor in weights(1).values())
     engine.assert_holds(weights(1))
+
+
+@pytest.mark.parametrize("setting", [{"enable_dp_attention": True}, {"ep_size": 2}, {"tp_size": 2}, {}])
+def test_an_engine_whose_settings_move_its_weights_is_never_written_to(
+    setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names and sizes of what it registered agree all the same."""
+    layout = Layout(CONFIG, 1, torch.bfloat16)
+    memory = {name: (64, each.numel, 2) for name, each in layout.parameters.items()}
+
+    class Client:
+        def __init__(self, url: str, _seconds: float) -> None:
+            self.url = url
+
+        def server_info(self) -> dict[str, Any]:
+            return {"tp_size": 1} | setting
+
+        def registered_memory(self, _rank: int) -> tuple[str, dict[str, tuple[int, int, int]]]:
+            return "session", memory
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(p2p, "SGLangEngine", Client)
+    monkeypatch.setattr(p2p, "start_transfer_engine", lambda *_: Local())
+    writer = PeerWriter("127.0.0.1", 0, 1, lambda tp: Layout(CONFIG, tp, torch.bfloat16))
+    failed = writer.connect([EngineAddress("http://engine", 1)])
+    assert [name in failed.get("http://engine", "") for name in setting] == [True] * len(setting)
+    assert bool(failed) == bool(setting)
+    writer.close()
