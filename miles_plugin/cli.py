@@ -130,6 +130,26 @@ def _report(argv: Sequence[str]) -> None:
         _print(str(path))
 
 
+def _add_engine_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"{PROG} add-engine",
+        description="Ask a running job to take in SGLang servers. It checks each before its next rollout and brings it "
+        "the newest weights before its first request; its output says so, or why not.",
+    )
+    directory = parser.add_argument("directory", type=Path, metavar="DIR", help="of its report, e.g. runs/<run id>")
+    directory.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+    parser.add_argument("addresses", nargs="+", metavar="HOST:PORT", help="of each engine, IPv6 in brackets")
+    return parser
+
+
+def _add_engine(argv: Sequence[str]) -> None:
+    from miles_plugin.engines.joining import ask_to_join
+
+    arguments = _add_engine_parser().parse_args(argv)
+    ask_to_join(arguments.directory, arguments.addresses)
+    _print(f"asked: {', '.join(arguments.addresses)}; the job looks before its next rollout")
+
+
 def _completion_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"{PROG} completion",
@@ -147,6 +167,7 @@ def _completion(argv: Sequence[str]) -> None:
 
 COMMANDS = {
     "train": Command("run the main job: rollout, training and weight updates", lambda: settings_parser()[0], _train),
+    "add-engine": Command("give a running job more engines", _add_engine_parser, _add_engine),
     "holder": Command("lend this node's memory to a store", store_commands.holder_parser, store_commands.run_holder),
     "ls": Command("list what a store holds", store_commands.ls_parser, store_commands.run_ls),
     "sweep": Command("free what dead runs left", store_commands.sweep_parser, store_commands.run_sweep),

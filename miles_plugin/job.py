@@ -4,7 +4,7 @@ import contextlib
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from miles_plugin import checkpoint, interrupt
 from miles_plugin.arguments import TrainConfig
 from miles_plugin.checkpoint import Progress
+from miles_plugin.engines.attach import check_loopback
+from miles_plugin.engines.joining import ADD_ENGINE, JoinRequests
 from miles_plugin.parts import PartFailed, Parts, start_parts
 from miles_plugin.plan import Plan
 from miles_plugin.preflight import check, check_report
@@ -80,7 +82,8 @@ def _outcome_in(report: Report, observer: Observer) -> Iterator[None]:
 
 def _run(config: TrainConfig, plan: Plan, report: Report, directory: Path, observer: Observer) -> None:
     started = time.monotonic() - report.seconds_total
-    resume = plan.resume
+    resume, late_engines = plan.resume, JoinRequests(directory)
+    hosts = {node.host for node in (plan.rollout_node, *plan.trainer_nodes)}
 
     def start_from(each_step: Callable[[], None]) -> Path:
         return _checkpoint(config, observer, each_step)
@@ -95,6 +98,8 @@ def _run(config: TrainConfig, plan: Plan, report: Report, directory: Path, obser
             arm = _begin_arm(config, parts, path, reward, report, resume, observer)
             resume = None
             for rollout_id in range(len(arm.steps), config.num_rollout):
+                for address in late_engines.new():
+                    _join(parts, address, hosts, observer)
                 arm.steps.append(_step(config, parts, rollout_id, observer))
                 report.seconds_total = time.monotonic() - started
                 observer.step_finished(report, arm)
@@ -145,6 +150,17 @@ def _update(parts: Parts, observer: Observer) -> UpdateRecord:
         list(map(str, update.left)),
         update.proven,
     )
+
+
+def _join(parts: Parts, address: str, hosts: Collection[str], observer: Observer) -> None:
+    """Take in an engine that came late, to be updated with those that wait; or say why not, and go on."""
+    try:
+        check_loopback([address], hosts, ADD_ENGINE)
+        refused = parts.managed("join_engine", address)
+    except ConfigError as error:
+        refused = str(error)
+    if refused:
+        observer.message(f"warning: {refused}; then run add-engine again")
 
 
 def _say_engine_news(parts: Parts, observer: Observer) -> None:
@@ -202,6 +218,7 @@ def _step(config: TrainConfig, parts: Parts, rollout_id: int, observer: Observer
         served_version=version,
         shards=shards,
         requested_version=rollout.weight_version,
+        newest_version=rollout.newest_version,
         updates=updates,
     )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from miles_plugin.arguments import TrainConfig
 from miles_plugin.checkpoint import check_save, check_writable, find
 from miles_plugin.cluster import NodeSpec
-from miles_plugin.engines.attach import AttachedEngine, attach, expected_engines, loopback
+from miles_plugin.engines.attach import AttachedEngine, attach, check_loopback, expected_engines
 from miles_plugin.engines.routed_experts import check_routed_experts
 from miles_plugin.joined_cluster import find_nodes
 from miles_plugin.object_store import open_rollout_store
@@ -132,12 +132,7 @@ def _attach(
     assert checkpoint is not None, "_check_external comes first"
     expected = expected_engines(config, checkpoint, "cuda" if trainer_nodes[0].gpus else "cpu")
     engines = attach(addresses, expected)
-    hosts = sorted({rollout_node.host, *(node.host for node in trainer_nodes)})
-    if len(hosts) > 1 and (local := loopback(addresses)):
-        raise ConfigError(
-            f"rollout_external_engine_addrs={','.join(addresses)}: {', '.join(local)} is another engine for each of "
-            f"{', '.join(hosts)}; name the address at which all of them reach it (SGLang listens there with --host)"
-        )
+    check_loopback(addresses, {rollout_node.host, *(node.host for node in trainer_nodes)})
     return tuple(engines)
 
 

@@ -33,6 +33,7 @@ def make_step(rollout_id: int, accuracy: float | None = 0.5, **changes: Any) -> 
         "served_version": rollout_id + 1,
         "shards": [ShardRecord(0, f"run/r/b/{rollout_id}", 512, "a", "a")],
         "requested_version": rollout_id,
+        "newest_version": rollout_id,
         "updates": [make_update(rollout_id + 1)],
     }
     return Step(**(values | changes))

@@ -7,7 +7,7 @@ serve another policy. So whatever differs is found before the job starts anythin
 import ipaddress
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from mooncake_store.errors import ConfigError
 # Seconds that one server may take for all that it is asked. It answers beside what it generates.
 ANSWER_SECONDS = 10.0
 _AT_ONCE = 64
+EXTERNAL = "rollout_external_engine_addrs"
 _UNAUTHORIZED = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 
 
@@ -66,11 +67,12 @@ def expected_engines(config: TrainConfig, checkpoint: Path, device: str | None =
     )
 
 
-def attach(addresses: Sequence[str], expected: Expected) -> list[AttachedEngine]:
+def attach(addresses: Sequence[str], expected: Expected, named_by: str = EXTERNAL) -> list[AttachedEngine]:
     """Reach and check every engine, all at once, within `ANSWER_SECONDS` for each `_AT_ONCE` of them.
 
     Args:
         addresses: host:port of each, an IPv6 address in brackets.
+        named_by: what named them, for the message.
 
     Raises:
         ConfigError: one or more cannot be used. The message names each of them, and of each all that is wrong, what is
@@ -96,13 +98,19 @@ def attach(addresses: Sequence[str], expected: Expected) -> list[AttachedEngine]
         if times > 1:
             problems.setdefault(address, []).append(f"is named {times} times; name it once")
     if problems:
-        raise ConfigError(_message(addresses, problems))
+        raise ConfigError(_message(addresses, problems, named_by))
     return [_attached(url, answers) for url, answers in answered.values()]
 
 
-def loopback(addresses: Sequence[str]) -> list[str]:
-    """Those of `addresses` that mean another engine on each host."""
-    return [address for address in addresses if _is_loopback(endpoint(address)[0])]
+def check_loopback(addresses: Sequence[str], hosts: Collection[str], named_by: str = EXTERNAL) -> None:
+    """Raise ConfigError for addresses that mean another engine on each of a job's hosts."""
+    local = [address for address in addresses if _is_loopback(endpoint(address)[0])]
+    if local and len(hosts) > 1:
+        raise ConfigError(
+            f"{named_by}={','.join(addresses)}: {', '.join(local)} is another engine for each of "
+            f"{', '.join(sorted(hosts))}; name the address at which all of them reach it (SGLang listens there with "
+            "--host)"
+        )
 
 
 def _is_loopback(host: str) -> bool:
@@ -111,10 +119,10 @@ def _is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
-def _message(addresses: Sequence[str], problems: dict[str, list[str]]) -> str:
+def _message(addresses: Sequence[str], problems: dict[str, list[str]], named_by: str) -> str:
     lines = [f"{address}: {'; '.join(wrong)}" for address, wrong in problems.items()]
     those = "the engine" if len(addresses) == 1 else f"{len(lines)} of {len(set(addresses))} engines"
-    start = f"rollout_external_engine_addrs={','.join(addresses)}: {those} cannot be used:"
+    start = f"{named_by}={','.join(addresses)}: {those} cannot be used:"
     return f"{start} {lines[0]}" if len(lines) == 1 else "\n  ".join([start, *lines])
 
 

@@ -18,6 +18,7 @@ from miles_plugin.engines.sglang import EngineError, SGLangEngine
 _ANSWER_SECONDS = 10.0
 # Seconds within which a dying engine is seen dead.
 _DYING_SECONDS = 5.0
+_JOIN = "join"
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,20 @@ class Fleet:
         self._outside = {**self._outside, left.url: left}
         self._news.append(f"an engine left the rotation: {left}")
 
+    def join(self, member: Member) -> None:
+        """Take in an engine that came late; in rotation it is when it has confirmed an update.
+
+        Raises:
+            EngineError: it is one of the run's already.
+        """
+        url = member.engine.url
+        if url in self._members:
+            raise EngineError(f"{url} is one of the run's engines already")
+        self._lives[url] = 0
+        self._outside = {**self._outside, url: Left(url, _JOIN, "has not confirmed a weight update yet")}
+        self._members = {**self._members, url: member}
+        self._news.append(f"engine {url} joined; it gets the newest weights before its first request")
+
     def updated(self, version: int, confirmed: Sequence[str], left: Sequence[Left]) -> None:
         """An update is complete: in rotation is who confirmed it."""
         self._version = version
@@ -147,9 +162,11 @@ class Fleet:
             self.leave(each)
         for url in self._members.keys() - set(confirmed) - self._outside.keys():
             self.leave(Left(url, "prepare", "was not asked to take the newest weights"))
-        back = self._outside.keys() & set(confirmed)
-        self._outside = {url: why for url, why in self._outside.items() if url not in back}
-        self._news += [f"engine {url} is back in rotation, with version {version}" for url in sorted(back)]
+        entered = self._outside.keys() & set(confirmed)
+        for url in sorted(entered):
+            back = "" if self._outside[url].phase == _JOIN else "back "
+            self._news.append(f"engine {url} is {back}in rotation, with version {version}")
+        self._outside = {url: why for url, why in self._outside.items() if url not in entered}
 
     def roll_call(self) -> list[str]:
         """Before requests are sent: look whether each engine still serves what it confirmed; one that does not leaves.

@@ -2,9 +2,9 @@
 
 Each prefix has its own step: `rollout/*` and `perf/*` count rollouts, `eval/*` too, `train/*` optimizer steps. What
 miles has no name for is ours, under the same prefixes: perf/train_tokens_per_sec, perf/store_*, rollout/samples,
-rollout/weight_version/* (requested: when the rollout began; served: after the update; lag: of the oldest sample behind
-the newest served when it was trained on; requested_lag: behind what was requested), perf/update_weights_<phase>_time,
-rollout/engines and /engines_left.
+rollout/weight_version/* (requested: when the rollout began; served: after the update; newest: the newest number given
+out when the samples were ready, served or not; lag: of the oldest sample behind the newest served when it was trained
+on; requested_lag, newest_lag: behind those), perf/update_weights_<phase>_time, rollout/engines and /engines_left.
 """
 
 from pathlib import Path
@@ -42,6 +42,8 @@ def step_metrics(arm: Arm, index: int, config: dict[str, Any]) -> dict[str, floa
         "rollout/weight_version/min": min((int(v) for v in step.sample_versions if v.isdigit()), default=None),
         "rollout/weight_version/served": step.served_version,
         "rollout/weight_version/requested": step.requested_version,
+        "rollout/weight_version/newest": step.newest_version,
+        "rollout/weight_version/newest_lag": arm.newest_lag(index),
         "rollout/weight_version/lag": arm.version_lag(index),
         "rollout/weight_version/requested_lag": arm.requested_lag(index),
         "perf/step_time": sum(step.seconds.values()),

@@ -45,7 +45,8 @@ def draw(report: Report, path: Path) -> None:
         places = {"learning": left[0], "time": right[0, 0], "bytes": right[0, 1], "versions": right[1, 0],
                   "lag": right[1, 1]}  # fmt: skip
         for panel in series.panels(report):
-            _draw_panel(figure.add_subplot(places[panel.key]), panel)
+            if panel.key in places:  # the page has room for all
+                _draw_panel(figure.add_subplot(places[panel.key]), panel)
         _text(figure, 0.945, series.title(report), 25, fits=62, fontweight="bold")
         _text(figure, 0.9, series.subtitle(report), 15, fits=132, color=PALE)
         for height, line in zip((0.08, 0.052, 0.024), series.footer(report), strict=True):

@@ -61,7 +61,8 @@ class Step:
     reward: mean verifier score of the samples. held_out_accuracy: after the update, None where not measured.
     tokens: generated. seconds, nbytes: of generate, put, get, train, update, as far as each has them.
     versions: that made the samples, and that was served after the update (None: there was no update).
-    requested_version: the current one when the rollout began (None: there was none yet).
+    requested_version: the current one when the rollout began (None: there was none yet). newest_version: the newest
+    number given out when its samples were ready, served or a hole (None: not noted).
     updates: of weights, in order: the one after the training comes last; one before the rollout brought engines that
     had left the rotation back.
     prompts_digest: xxh3-128 of the rollout's prompts in order; equal for equal items, whatever was sampled.
@@ -84,6 +85,7 @@ class Step:
     served_version: int | None
     shards: list[ShardRecord]
     requested_version: int | None = None
+    newest_version: int | None = None
     updates: list[UpdateRecord] = field(default_factory=list)
 
 
@@ -114,9 +116,15 @@ class Arm:
 
     def requested_lag(self, index: int) -> int:
         """How many versions behind the one that was current when it began the oldest sample of `steps[index]` is."""
-        step = self.steps[index]
-        made = [int(version) for version in step.sample_versions if version.isdigit()]
-        return max(0, step.requested_version - min(made)) if made and step.requested_version is not None else 0
+        return self._behind(self.steps[index].requested_version, index)
+
+    def newest_lag(self, index: int) -> int:
+        """How many numbers behind the newest, which no engine may ever have served, its oldest sample is."""
+        return self._behind(self.steps[index].newest_version, index)
+
+    def _behind(self, version: int | None, index: int) -> int:
+        made = [int(made) for made in self.steps[index].sample_versions if made.isdigit()]
+        return max(0, version - min(made)) if made and version is not None else 0
 
     def digests_equal(self) -> bool:
         """Whether every rank got what was put for it."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from miles_plugin.report import units
 from miles_plugin.report.metrics import held_out_name
 from miles_plugin.report.record import Arm, Report, Step
-from miles_plugin.report.theme import arm_colour, arm_label, phase_colour, phases_in
+from miles_plugin.report.theme import UPDATE_COLOURS, arm_colour, arm_label, phase_colour, phases_in
 
 _LABEL_GAP = 0.11  # of the y range, between the middles of two labels
 
@@ -137,8 +137,8 @@ def main_arm(report: Report) -> Arm | None:
 
 
 def panels(report: Report) -> list[Panel]:
-    """learning, time, bytes, versions, lag; without a step they have no lines, or lines of one point."""
-    return [_learning(report), _time(report), _bytes(report), _versions(report), _lag(report)]
+    """learning, time, bytes, versions, lag, update; without a step they have no lines, or lines of one point."""
+    return [_learning(report), _time(report), _bytes(report), _versions(report), _lag(report), _update(report)]
 
 
 def _learning(report: Report) -> Panel:
@@ -181,6 +181,23 @@ def _time(report: Report) -> Panel:
         for phase in phases_in(phase for step in steps for phase in step.seconds)
     ]
     return Panel("time", "Time per phase", _of(arm, "seconds"), "", lines, stacked=True, last_x=_last(arm))
+
+
+def _update(report: Report) -> Panel:
+    """Of the update after each rollout's training; 0 where there was none."""
+    arm = main_arm(report)
+    updates = [step.updates[-1].seconds if step.served_version is not None else {} for step in arm.steps] if arm else []
+    lines = [
+        Line(
+            f"{phase} {units.seconds(_median([seconds[phase] for seconds in updates if phase in seconds]))}",
+            _x(arm),
+            [seconds.get(phase, 0.0) for seconds in updates],
+            colour,
+        )
+        for phase, colour in UPDATE_COLOURS.items()
+        if any(seconds.get(phase) for seconds in updates)
+    ]
+    return Panel("update", "Weight update", _of(arm, "seconds by phase"), "", lines, stacked=True, last_x=_last(arm))
 
 
 def _bytes(report: Report) -> Panel:

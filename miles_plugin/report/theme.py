@@ -12,6 +12,16 @@ PHASE_COLOURS = {
     "evaluate": "#F0E442",
     "save": "#8C8C8C",
 }
+# Where a weight update's time goes, likewise.
+UPDATE_COLOURS = {
+    "prepare": "#56B4E9",
+    "pause": "#F0E442",
+    "flush": "#E69F00",
+    "transfer": "#CC79A7",
+    "verify": "#009E73",
+    "activate": "#D55E00",
+    "resume": "#8C8C8C",
+}
 _ARM_COLOURS = {"real": "#0072B2", "shuffled": "#767676"}
 _ARM_LABELS = {"real": "real reward", "shuffled": "shuffled control"}
 _OTHER = "#B07AA1"

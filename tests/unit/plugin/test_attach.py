@@ -395,8 +395,11 @@ def test_a_loopback_address_means_nothing_to_other_hosts(checkpoint: Path, monke
 
 
 def test_which_addresses_mean_another_engine_on_each_host() -> None:
-    local = ["localhost:1", "127.0.0.2:1", "[::1]:1"]
-    assert attaching.loopback([*local, "10.0.0.1:1", "[fd00::1]:1", "engine-0:1"]) == local
+    for address in ("localhost:1", "127.0.0.2:1", "[::1]:1"):
+        attaching.check_loopback([address], {"10.0.0.1"})
+        with pytest.raises(ConfigError, match=r"the flag.* is another engine for each of 10\.0\.0\.1, 10"):
+            attaching.check_loopback([address, "10.0.0.1:1"], {"10.0.0.2", "10.0.0.1"}, "the flag")
+    attaching.check_loopback(["10.0.0.1:1", "[fd00::1]:1", "engine-0:1"], {"10.0.0.2", "10.0.0.1"})
 
 
 def test_the_engines_are_asked_all_at_once(checkpoint: Path) -> None:

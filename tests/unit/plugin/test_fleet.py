@@ -75,6 +75,33 @@ def test_all_are_in_rotation_from_the_start_and_offered_each_update(engines: Eng
     assert engines.fleet.addresses() == [EngineAddress(A, 1, 0), EngineAddress(B, 2, 1), EngineAddress(C, 3, 0)]
 
 
+def test_an_engine_that_joins_is_in_rotation_when_it_has_confirmed_an_update(engines: Engines) -> None:
+    late = "http://10.0.0.4:30000"
+    engines.update(1, [A, B, C])
+    engines.by_url[late] = FakeEngine(late)
+    member = cast(Member, SimpleNamespace(engine=engines.by_url[late], ranks=2, ended=lambda _patience: None))
+    engines.fleet.join(member)
+    assert engines.serving() == [A, B, C]
+    assert engines.outside() == {late: f"{late} failed in join: has not confirmed a weight update yet"}
+    assert engines.fleet.addresses()[-1] == EngineAddress(late, 2, 0)
+    assert engines.fleet.roll_call() == [late], "whatever version it says that it serves"
+    engines.update(2, [A, B, C, late])
+    assert engines.serving() == [A, B, C, late]
+    assert engines.fleet.news() == [
+        f"engine {late} joined; it gets the newest weights before its first request",
+        f"engine {late} is in rotation, with version 2",
+    ]
+    with pytest.raises(EngineError, match="one of the run's engines already"):
+        engines.fleet.join(member)
+
+
+def test_an_engine_that_joins_before_the_first_update_waits_for_it_too() -> None:
+    engines = Engines(A)
+    engines.fleet.join(cast(Member, SimpleNamespace(engine=FakeEngine(B), ranks=1)))
+    assert engines.serving() == [A]
+    assert engines.fleet.roll_call() == [B]
+
+
 def test_an_update_brings_back_who_confirmed_it_and_takes_out_who_did_not(engines: Engines) -> None:
     engines.fleet.leave(Left(A, "generate", "no answer"))
     engines.update(4, [A, B], (Left(C, "pause", "it hung"),))

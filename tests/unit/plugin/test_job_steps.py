@@ -33,6 +33,7 @@ class FakeParts:
         self._waiting, self._left = waiting, left
         self.asked: list[str] = []
         self.told: list[tuple[int, int] | None] = []
+        self.refused: list[str] = []
         self._version = 4
         self._news: list[str] = []
 
@@ -41,6 +42,8 @@ class FakeParts:
             news, self._news = self._news, []
             return news
         self.asked.append(method)
+        if method == "join_engine":
+            return self.refused.pop(0)
         if method == "roll_call":
             return self._waiting.pop(0)
         if method == "evaluate":
@@ -57,6 +60,7 @@ class FakeParts:
             100,
             self._version,
             [str(self._version)],
+            self._version,
         )
 
     def each(self, method: str, *arguments: Any, tick: Callable[[], None] | None = None) -> list[Any]:
@@ -106,8 +110,26 @@ def test_engines_that_wait_get_the_newest_weights_before_the_rollout() -> None:
     assert observer.events[:2] == [("message", f"engines that wait for weights: {A}, {B}"), ("phase", "update")]
     assert [update.version for update in made.updates] == [5, 6]
     assert made.requested_version == 5, "what the rollout was made with"
+    assert made.newest_version == 5
     assert made.served_version == 6
     assert made.nbytes == {"put": 100, "get": 50, "update": 1000}, "of the update after the training"
+
+
+def test_an_engine_that_comes_late_is_asked_in_or_it_is_said_why_not() -> None:
+    parts, observer = FakeParts([], []), Heard()
+    parts.refused = ["", "add-engine=10.0.0.3:1: no answer"]
+    for address in ("10.0.0.2:1", "10.0.0.3:1"):
+        job._join(cast(Parts, parts), address, {"10.0.0.1", "10.0.0.2"}, observer)
+    assert observer.events == [("message", "warning: add-engine=10.0.0.3:1: no answer; then run add-engine again")]
+    assert parts.asked == ["join_engine", "join_engine"]
+
+
+def test_an_engine_at_another_address_for_each_host_is_not_asked_in() -> None:
+    parts, observer = FakeParts([], []), Heard()
+    job._join(cast(Parts, parts), "127.0.0.1:1", {"10.0.0.1", "10.0.0.2"}, observer)
+    ((_, said),) = observer.events
+    assert said.startswith("warning: add-engine=127.0.0.1:1: 127.0.0.1:1 is another engine for each of 10.0.0.1")
+    assert parts.asked == []
 
 
 def test_without_engines_that_wait_there_is_one_update_when_it_is_due() -> None:

@@ -173,6 +173,17 @@ def test_the_requested_lag_is_from_the_version_that_was_current_when_the_rollout
     assert metrics.get("rollout/weight_version/requested") == requested
 
 
+def test_the_newest_lag_counts_numbers_that_no_engine_served() -> None:
+    report = make_report()
+    arm = report.arms["real"] = Arm("real", 0.4, [make_step(0, sample_versions=["4"], requested_version=4)])
+    assert (arm.newest_lag(0), arm.requested_lag(0)) == (0, 0)
+    arm.steps = [make_step(0, sample_versions=["4"], requested_version=4, newest_version=6)]
+    metrics = step_metrics(arm, 0, report.config)
+    assert metrics["rollout/weight_version/newest"] == 6
+    assert metrics["rollout/weight_version/newest_lag"] == 2
+    assert metrics["rollout/weight_version/requested_lag"] == 0
+
+
 @each_report
 def test_every_report_can_be_drawn(report: Report, tmp_path: Path) -> None:
     report.write(tmp_path / "report.json")
@@ -257,6 +268,8 @@ def test_metrics_have_miles_names() -> None:
             "rollout/weight_version/served": 2,
             "rollout/weight_version/requested": 1,
             "rollout/weight_version/requested_lag": 0,
+            "rollout/weight_version/newest": 1,
+            "rollout/weight_version/newest_lag": 0,
             "rollout/weight_version/lag": 0,
             "perf/rollout_time": 2.0,
             "perf/store_put_time": 0.03,

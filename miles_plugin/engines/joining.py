@@ -1,0 +1,53 @@
+"""Engines that ask to join a job that runs: `engines-to-join` in the directory of its report, an address a line.
+
+A file, since that directory is all that whoever starts an engine later has of the job, and since it stays: a job that
+is resumed into the same directory asks those engines again.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from mooncake_store.addresses import endpoint
+from mooncake_store.errors import ConfigError
+
+ADD_ENGINE = "add-engine"  # the command, for messages
+_FILE, _REPORT = "engines-to-join", "report.json"
+
+
+class JoinRequests:
+    """What the job has not read yet of the requests in `directory`."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path, self._read = directory / _FILE, 0
+
+    def new(self) -> list[str]:
+        """Addresses (host:port) that were asked for since this was called last; a line that is not whole waits."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._read)
+                whole, newline, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:
+            return []
+        self._read += len(whole) + len(newline)
+        return list(dict.fromkeys(line.strip() for line in whole.decode(errors="replace").splitlines() if line.strip()))
+
+
+def ask_to_join(directory: Path, addresses: Sequence[str]) -> None:
+    """Ask the job whose report is in `directory` to take in engines (host:port).
+
+    Raises:
+        ConfigError: an address is none, or no job runs there.
+    """
+    for address in addresses:
+        endpoint(address)
+    try:
+        status = json.loads((directory / _REPORT).read_bytes())["status"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{directory}: {error}; name the directory of a job's report, runs/<run id> or what --report names"
+        ) from error
+    if status != "running":
+        raise ConfigError(f"{directory}: its job has ended ({status}); name the directory of one that runs")
+    with (directory / _FILE).open("a") as file:
+        file.write("".join(f"{address}\n" for address in addresses))
