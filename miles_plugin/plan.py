@@ -25,6 +25,7 @@ _MB = 1024**2
 # its agents, the first one also the GCS.
 _DRIVER, _MASTER, _HOLDER, _HEAD, _NODE, _MANAGER, _RANK, _ENGINE = 600, 50, 70, 450, 150, 450, 550, 1550
 _ENGINE_RANK = 500
+_STAGE = 128  # of p2p
 # float32 weights, gradients and two moments, for each byte of a bfloat16 checkpoint.
 _TRAINED_PER_CHECKPOINT_BYTE = 8
 _TINY_CHECKPOINT_BYTES = 2 * _MB
@@ -87,11 +88,15 @@ def processes(config: TrainConfig, plan: Plan) -> list[PlannedProcess]:
         planned.append(PlannedProcess(ROLLOUT_NODE, "SGLang engine", engines, memory, "HTTP, internal"))
     ranks = config.actor_num_gpus_per_node
     trained = _TRAINED_PER_CHECKPOINT_BYTE * weights // config.world_size
+    is_p2p = config.update_weight_transfer_mode == "p2p"
+    # What weights are sent from: two pieces of memory, of the one rank that broadcasts, or of each.
+    sent_from = 2 * min(_STAGE * _MB if is_p2p else config.update_weight_buffer_size, weights)
     for index in range(config.actor_num_nodes):
         node = trainer_node(index)
         if starts_ray:
             planned.append(PlannedProcess(node, "Ray node", 1, _NODE * _MB + OBJECT_STORE_BYTES, "raylet, agents"))
         rank_bytes = ranks * (_RANK * _MB + trained)
+        rank_bytes += sent_from * (ranks if is_p2p else index == 0)
         planned.append(PlannedProcess(node, "trainer rank", ranks, rank_bytes, "Ray, gloo or NCCL, Mooncake"))
     return planned
 

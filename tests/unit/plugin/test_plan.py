@@ -60,20 +60,29 @@ def test_the_ray_backend_needs_neither_master_nor_holder() -> None:
     assert not {"mooncake_master", "segment holder"} & {process for _, process in planned()}
 
 
-def test_a_larger_checkpoint_needs_more_memory(tmp_path: Path) -> None:
+def test_a_larger_checkpoint_needs_more_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"transformers cannot read its config\.json"):
         planned("--hf-checkpoint", str(tmp_path))
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}')
     with pytest.raises(ConfigError, match=r"rollout_max_response_len=999999: .* sees 32768 tokens"):
         planned("--hf-checkpoint", str(tmp_path), "--rollout-max-response-len", "999999")
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(2 * 1024**3)  # sparse
-    large, tiny = planned("--hf-checkpoint", str(tmp_path)), planned()
-    for key, factor in {("rollout_node", "SGLang engine"): 1, ("trainer_node_0", "trainer rank"): 8}.items():
-        assert large[key].memory - tiny[key].memory == pytest.approx(factor * 2 * 1024**3, rel=0.01)
+    gib = 1024**3
+    monkeypatch.setattr(plan, "memory_limit", lambda: MemoryLimit(64 * gib, "memory.max"))
+    more = {"rollout_node": 2 * gib, "trainer_node_0": 8 * gib, "trainer_node_1": 8 * gib}
+    # What weights are sent from: of one rank, or of every.
+    sends = {"broadcast": {"trainer_node_0": gib}, "p2p": {"trainer_node_0": gib / 2, "trainer_node_1": gib / 2}}
+    for mode, buffers in sends.items():
+        flags = ["--update-weight-transfer-mode", mode, "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "2"]
+        tiny, large = planned(*flags), planned("--hf-checkpoint", str(tmp_path), *flags)
+        for node, expected in more.items():
+            part = node, "SGLang engine" if node == "rollout_node" else "trainer rank"
+            found = large[part].memory - tiny[part].memory
+            assert found == pytest.approx(expected + buffers.get(node, 0), abs=0.02 * gib)
 
 
 @pytest.mark.parametrize(
