@@ -97,8 +97,8 @@ class Writer:
     ) -> None:
         self._client, self._owners, self._pool, self._limits, self._check = client, owners, pool, limits, check
         self._chunk_bytes = chunk_bytes
-        # Sends one window while the next is filled.
-        self._sender = Worker("mooncake windows")
+        # One sends a window while the next is filled, one fills half of what lies in mapped memory.
+        self._sender, self._helper = Worker("mooncake windows"), Worker("mooncake halves")
 
     def put(self, prefix: str, payload: Payload, replica_num: int, claim: Callable[[str], None]) -> Written:
         """Store an object in `replica_num` copies with distinct owners, waiting for room up to Limits.put.
@@ -170,8 +170,9 @@ class Writer:
         return False
 
     def close(self) -> None:
-        """End the thread that sends; idempotent."""
+        """End the threads that help; idempotent."""
         self._sender.close()
+        self._helper.close()
 
     def _copy(self, owner: SegmentRecord, key: str, copy: int, identity: bytes, payload: Payload) -> Copy:
         """Write one copy to one owner, in parts small enough for the holes it has."""
@@ -231,7 +232,7 @@ class Writer:
             raise StoreUnavailable("the segment was mapped, but not all of its parts")
         for target in targets:
             frame.clear(target)
-        digest = payload.write(InPlace(parts, self._check, targets))
+        digest = payload.write(InPlace(parts, self._check, targets, self._helper))
         for target, part in zip(targets, parts, strict=True):
             frame.commit(target, part)
         if not mapping.holder_lives():

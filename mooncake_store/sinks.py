@@ -9,8 +9,8 @@ import numpy as np
 
 from mooncake_store import frame
 from mooncake_store.arrays import Bytes
-from mooncake_store.encode import STEP_BYTES
 from mooncake_store.frame import Frame
+from mooncake_store.rows import STEP_BYTES
 from mooncake_store.worker import Worker
 
 WINDOW_BYTES = 8 << 20  # what travels together; more is no faster (measured)
@@ -27,6 +27,7 @@ class _InParts:
     """
 
     def __init__(self, parts: Sequence[Frame], check: Callable[[], None]) -> None:
+        self.helper: Worker | None = None
         self._parts, self._check = parts, check
         self._part_bytes = parts[0].part_bytes
         self._crossing: tuple[int, Bytes] | None = None
@@ -67,11 +68,16 @@ class InPlace(_InParts):
 
     Args:
         targets: uint8, memory of each part with room for its frame in front, which is not written.
+        helper: fills half of it.
     """
 
-    def __init__(self, parts: Sequence[Frame], check: Callable[[], None], targets: Sequence[Bytes]) -> None:
+    def __init__(
+        self, parts: Sequence[Frame], check: Callable[[], None], targets: Sequence[Bytes], helper: Worker
+    ) -> None:
         super().__init__(parts, check)
         self._targets = targets
+        if len(parts) == 1:  # where no step crosses into another part
+            self.helper = helper
 
     def _within(self, part: int, offset: int, nbytes: int) -> Bytes:
         return self._targets[part][frame.NBYTES + offset : frame.NBYTES + offset + nbytes]

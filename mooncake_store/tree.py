@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -25,6 +27,7 @@ ALIGNMENT = 64
 _MAX_DEPTH = 100  # far below Python's own limit, so that what could be put can be got, however deep the reader's stack
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 _KEYS = frozenset({str, int})
+_CONTAINERS = frozenset({list, dict})
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -56,6 +59,15 @@ class TreeWriter:
         self._dtype = dtype
         self.rows: list[list[Bytes]] = []
         self._nbytes = 0
+
+    def pack_all(self, values: Sequence[Any]) -> list[bytes]:
+        """`pack` of each value; quick where none holds anything but what msgpack has itself."""
+        if is_plain(values):
+            with suppress(UnicodeEncodeError, OverflowError):  # which value that is, is said below
+                blobs = list(map(_encoder.encode, values))
+                self.rows += [[] for _ in values]
+                return blobs
+        return list(map(self.pack, values))
 
     def pack(self, value: Any) -> bytes:
         """Return the msgpack form of `value`.
@@ -106,6 +118,25 @@ class TreeWriter:
         self.rows[-1] += [as_bytes(array), np.zeros(padding, dtype=np.uint8)]
         self._nbytes += array.nbytes + padding
         return msgspec.msgpack.Ext(ARRAY, _encoder.encode(_Leaf(name_of(array.dtype), array.shape, offset)))
+
+
+def is_plain(values: Sequence[Any]) -> bool:
+    """Whether values are made of nothing but None, bool, int, float, str, bytes, lists, and dicts with keys of str and
+    int. Looks at all values of one depth together, which takes no step of Python for each."""
+    for _ in range(_MAX_DEPTH):
+        kinds = set(map(type, values)) - _ATOMS
+        if not kinds:
+            return True
+        if not kinds <= _CONTAINERS:
+            return False
+        # Each once, or one that holds itself would be looked at more often with each level.
+        inner = {id(value): value for value in values if type(value) in _CONTAINERS}.values()
+        dicts = [value for value in inner if type(value) is dict]
+        if not _KEYS.issuperset(map(type, chain.from_iterable(dicts))):
+            return False
+        lists = [value for value in inner if type(value) is list]
+        values = [*chain.from_iterable(lists), *chain.from_iterable(map(dict.values, dicts))]
+    return False
 
 
 def _key(key: Any) -> str | int:

@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mooncake_store.decode import Source
-from mooncake_store.encode import Sink
 from mooncake_store.errors import ConfigError, MissingDependency
 from mooncake_store.ref import BatchRef, CopyOf
+from mooncake_store.rows import Sink
 
 Result = TypeVar("Result")
 ENTRY_POINT_GROUP = "mooncake_store.backends"

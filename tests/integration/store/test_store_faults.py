@@ -344,7 +344,8 @@ def _try_to_put(store: ObjectStore) -> None:
 
 
 def die_at(connection: Connection, address: str, moment: str, share_memory: bool) -> None:
-    from mooncake_store.encode import Encoded, Sink
+    from mooncake_store.encode import Encoded
+    from mooncake_store.rows import Sink
 
     store = store_with(address, "dead", share_memory=share_memory)
     if moment == "during":

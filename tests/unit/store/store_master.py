@@ -19,7 +19,7 @@ import numpy as np
 
 from mooncake_store.backends import Loan, Payload, Placed, Stored
 from mooncake_store.client import Limits, Location, Range
-from mooncake_store.encode import STEP_BYTES, Into, Sink
+from mooncake_store.encode import Into
 from mooncake_store.errors import IntegrityError, ObjectNotFound, StoreError, StoreFull, StoreUnavailable
 from mooncake_store.format import MAGIC
 from mooncake_store.holder import slot_key
@@ -29,6 +29,7 @@ from mooncake_store.pool import BufferPool
 from mooncake_store.reading import Reader
 from mooncake_store.records import Records
 from mooncake_store.ref import BatchRef, CopyOf
+from mooncake_store.rows import STEP_BYTES, Sink
 from mooncake_store.segment import PROBE_BYTES, SegmentRecord, SharedMemory, boot_id
 
 ALIGNMENT = 64

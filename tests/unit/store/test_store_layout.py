@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from mooncake_store.decode import decode
 from mooncake_store.encode import Into, encode
 from mooncake_store.format import FORMAT, HEADER, MAGIC, aligned
 from mooncake_store.tensors import TORCH_DTYPES, is_tensor, restore
+from mooncake_store.tree import TreeWriter, is_plain
 
 NUMPY_DTYPES = [np.dtype(name) for name in DTYPES if name not in TORCH_DTYPES] + [np.dtype(">i4"), np.dtype(">f8")]
 Specs = dict[str, ValueSpec]
@@ -249,6 +251,11 @@ def test_key_order_is_kept() -> None:
 
 # --- properties -----------------------------------------------------------------------------------------------------
 
+
+class Mode(enum.IntEnum):
+    FAST = 1
+
+
 atoms = (
     st.none()
     | st.booleans()
@@ -317,6 +324,46 @@ def test_encoding_what_was_decoded_gives_the_same_bytes(batch: dict[str, Any]) -
     assert list(got) == list(batch)
     assert np.array_equal(stored(got, memory=0x55), data)
     assert batch_digest(as_lists({"tokens": got["tokens"]})) == batch_digest({"tokens": batch["tokens"]})
+
+
+@given(st.lists(trees, max_size=5))
+def test_values_packed_together_are_as_one_by_one(values: list[Any]) -> None:
+    alone, together = TreeWriter(), TreeWriter()
+    assert together.pack_all(values) == list(map(alone.pack, values))
+    assert len(together.rows) == len(alone.rows)
+
+
+@given(trees)
+def test_plain_is_what_msgpack_has_itself(value: Any) -> None:
+    def plain(value: Any) -> bool:
+        if type(value) is list:
+            return all(map(plain, value))
+        if type(value) is dict:
+            return all(map(plain, value.values()))
+        return type(value) in (type(None), bool, int, float, str, bytes)
+
+    assert is_plain([value]) == plain(value)
+
+
+@pytest.mark.parametrize(
+    "value", [{True: 1}, {1.5: 1}, {np.int64(1): 1}, np.float64(1), (1,), {1}, Mode.FAST, "a\ud800"]
+)
+def test_what_only_looks_plain_is_packed_with_care(value: Any) -> None:
+    for values in ([value], [[value]], [{"a": [value]}]):
+        assert is_plain(values) == (type(value) is str)
+        outcomes = []
+        for pack in (lambda writer, values: writer.pack_all(values), lambda writer, values: [writer.pack(*values)]):
+            try:
+                outcomes.append(pack(TreeWriter(), values))
+            except TypeError as error:
+                outcomes.append(str(error))
+        assert outcomes[0] == outcomes[1]
+
+
+def test_values_that_hold_themselves_often_are_seen_at_once() -> None:
+    loop: list[Any] = []
+    loop += [loop] * 1000
+    assert not is_plain([loop, {"a": loop}])
 
 
 @settings(max_examples=200)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from mooncake_store import ConfigError, StoreClosed, StoreFull, StoreUnavailable, frame, placement, sinks
 from mooncake_store.client import Limits
-from mooncake_store.encode import STEP_BYTES, Sink
 from mooncake_store.placement import frames, part_key
+from mooncake_store.rows import STEP_BYTES, Sink
 from mooncake_store.segment import Mapping
 from mooncake_store.sinks import WINDOW_BYTES
 from mooncake_store.worker import Worker

@@ -1,0 +1,3 @@
+from typing import Any
+
+def gather(pieces: list[Any], into: Any, /) -> None: ...

@@ -1,0 +1,226 @@
+"""Rows that lie back to back in an object, and how they are written: in steps, each copied and then digested."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import xxhash
+
+from mooncake_store.arrays import Array, Bytes, as_bytes
+from mooncake_store.format import Buffer, Numbers, aligned, block_size, blocks_of_items, blocks_of_rows, digests
+from mooncake_store.gather import gather
+from mooncake_store.worker import Worker
+
+# What is copied and then digested while it is still in the core's own cache.
+STEP_BYTES = 256 << 10
+_NONE: Bytes = np.empty(0, dtype=np.uint8)
+
+
+class Sink(Protocol):
+    """Takes the bytes of an object, in steps.
+
+    Attributes:
+        helper: a thread that may reserve and fill steps, too, in any order; None where only the order below will do.
+    """
+
+    helper: Worker | None
+
+    def reserve(self, position: int, nbytes: int) -> Bytes:
+        """Memory (uint8 [nbytes]) for what comes at `position`; it is filled before the next call of this object.
+
+        Positions grow from the start of the data to the end, then come those before it. A step is at most STEP_BYTES.
+        """
+
+    def finish(self) -> None:
+        """All was reserved, and filled."""
+
+
+class Step(NamedTuple):
+    """Rows that are written together. rows, blocks: (first, last). start, end: in the buffer."""
+
+    rows: tuple[int, int]
+    blocks: tuple[int, int]
+    start: int
+    end: int
+
+
+class Rows:
+    """Rows that will lie back to back.
+
+    Attributes:
+        at: where in the data.
+        nbytes: of all rows.
+    """
+
+    def __init__(self, ends: Numbers, stride: int = -1, lengths: Numbers | None = None) -> None:
+        self.at = 0
+        self._ends, self._stride = ends, stride
+        self.nbytes = int(ends[-1]) if ends.size else 0
+        if lengths is None:
+            size = block_size(self.nbytes, ends.size)
+            self._blocks = blocks_of_rows(ends, size)
+        else:
+            size = block_size(self.nbytes, int(lengths.sum()))
+            self._blocks = blocks_of_items(ends, lengths, size)
+
+    @property
+    def index_bytes(self) -> int:
+        ends = self._ends.size if self._stride < 0 else 0
+        return 8 * (ends + self._blocks.ends.size)
+
+    def buffer(self) -> Buffer:
+        return Buffer(self.at, self.nbytes, self._ends.size, self._stride, self._blocks.size)
+
+    def fill(self, first: int, last: int, target: Bytes) -> None:
+        """Put rows first..last into `target`."""
+        raise NotImplementedError
+
+    def row(self, number: int) -> Bytes:
+        """The bytes of one row."""
+        raise NotImplementedError
+
+    def steps(self) -> Iterator[Step]:
+        """In which to write them: as many rows as fit, or as few as one block has, or one row if that has several."""
+        ends, blocks = self._ends, self._blocks
+        if blocks.first is None:
+            unit_ends = blocks.ends
+            rows = np.minimum(np.arange(1, unit_ends.size + 1) * blocks.size, ends.size)
+            numbers = np.arange(1, unit_ends.size + 1)
+        else:
+            unit_ends, rows, numbers = ends, np.arange(1, ends.size + 1), blocks.first[1:]
+        unit, row, block, start = 0, 0, 0, 0
+        while unit < unit_ends.size:
+            unit = max(unit + 1, int(unit_ends.searchsorted(start + STEP_BYTES, side="right")))
+            end = int(unit_ends[unit - 1])
+            yield Step((row, int(rows[unit - 1])), (block, int(numbers[unit - 1])), start, end)
+            row, block, start = int(rows[unit - 1]), int(numbers[unit - 1]), end
+
+    def write(self, step: Step, sink: Sink, data_at: int) -> list[int]:
+        """Write one step, what pads the rows behind the last; return the digests of its blocks."""
+        position = data_at + self.at
+        rows, blocks, start, end = step
+        ends = self._blocks.ends[slice(*blocks)]
+        if end - start <= STEP_BYTES:
+            target = sink.reserve(position + start, end - start)
+            self.fill(*rows, target)
+            sums = digests(target.data, ends, start)
+        else:
+            sums = list(self._stream(sink, position, range(*rows), ends.tolist(), start))
+        padding = aligned(self.nbytes) - self.nbytes
+        if padding and start < end == self.nbytes:
+            sink.reserve(position + end, padding)[:] = 0
+        return sums
+
+    def index(self, sums: Sequence[int]) -> Bytes:
+        """Where rows end, if they differ, and the blocks' digests."""
+        ends = self._ends if self._stride < 0 else self._ends[:0]
+        return np.concatenate([as_bytes(ends.astype("<i8")), as_bytes(np.array(sums, dtype="<u8"))])
+
+    def _stream(self, sink: Sink, position: int, rows: range, ends: Sequence[int], start: int) -> Iterator[int]:
+        """Write rows that exceed a step, which end with a block; yield the digests of the blocks."""
+        left = iter(ends)
+        end, hasher = next(left), xxhash.xxh3_64()
+        for number in rows:
+            row, taken = self.row(number), 0
+            while taken < row.size:
+                piece = row[taken : taken + min(STEP_BYTES, end - start)]
+                target = sink.reserve(position + start, piece.size)
+                target[:] = piece
+                hasher.update(target.data)
+                taken += piece.size
+                start += piece.size
+                while start == end:
+                    yield hasher.intdigest()
+                    hasher = xxhash.xxh3_64()
+                    end = next(left, -1)
+
+
+class ArrayRows(Rows):
+    """The rows of one array, [rows, ...]."""
+
+    def __init__(self, array: Array, stored: np.dtype[Any]) -> None:
+        self._array, self._dtype = array, stored
+        stride = stored.itemsize * int(np.prod(array.shape[1:], dtype=np.int64))
+        super().__init__(np.arange(1, len(array) + 1, dtype=np.int64) * stride, stride)
+
+    def fill(self, first: int, last: int, target: Bytes) -> None:
+        rows = self._array[first:last]
+        np.copyto(target.view(self._dtype).reshape(rows.shape), rows, casting="unsafe")
+
+    def row(self, number: int) -> Bytes:
+        return as_bytes(np.ascontiguousarray(self._array[number], dtype=self._dtype))
+
+
+class StackedRows(Rows):
+    """Arrays of one dtype and rank.
+
+    Attributes:
+        shapes: int64 [rows, ndim].
+        item: the shape of every row but its first dimension; None where they differ.
+    """
+
+    def __init__(self, rows: list[Array], stored: np.dtype[Any], ndim: int, sliced: bool) -> None:
+        self._rows, self._dtype = rows, stored
+        self._as_they_are = bool(rows) and rows[0].dtype == stored  # of one dtype they all are
+        if ndim == 1:  # ten times as fast as of tuples
+            self.shapes = np.fromiter(map(len, rows), np.int64, len(rows)).reshape(-1, 1)
+        else:
+            self.shapes = np.array([row.shape for row in rows], dtype=np.int64).reshape(len(rows), ndim)
+        self.item: tuple[int, ...] | None = None
+        # An item without bytes leaves no trace of how many there are.
+        first = self.shapes[0, 1:] if rows else self.shapes[:0]
+        if ndim and (rows or ndim == 1) and first.all() and (self.shapes[:, 1:] == first).all():
+            self.item = tuple(first.tolist()) if rows else ()
+        super().__init__(
+            np.cumsum(self.shapes.prod(axis=1)) * stored.itemsize, lengths=self.shapes[:, 0] if sliced else None
+        )
+
+    def fill(self, first: int, last: int, target: Bytes) -> None:
+        rows = self._rows[first:last]
+        if self._as_they_are and gather(rows, target):
+            return
+        out = target.view(self._dtype)
+        if self.item is None:
+            rows = [row.reshape(-1) for row in rows]
+        elif self.item:
+            out = out.reshape(-1, *self.item)
+        if len(rows) == 1:
+            np.copyto(out, rows[0], casting="unsafe")
+        elif rows:
+            np.concatenate(rows, out=out, casting="unsafe")
+
+    def row(self, number: int) -> Bytes:
+        return as_bytes(np.ascontiguousarray(self._rows[number], dtype=self._dtype))
+
+
+class PackedRows(Rows):
+    """Packed values, after `prefix`."""
+
+    def __init__(self, blobs: list[bytes], prefix: bytes) -> None:
+        self._blobs = [prefix + blobs[0], *blobs[1:]] if blobs and prefix else blobs
+        super().__init__(np.cumsum(list(map(len, self._blobs)), dtype=np.int64))
+
+    def fill(self, first: int, last: int, target: Bytes) -> None:
+        target[:] = np.frombuffer(b"".join(self._blobs[first:last]), dtype=np.uint8)
+
+    def row(self, number: int) -> Bytes:
+        return np.frombuffer(self._blobs[number], dtype=np.uint8)
+
+
+class LeafRows(Rows):
+    """The arrays in the values of each row, as byte pieces."""
+
+    def __init__(self, rows: list[list[Bytes]]) -> None:
+        self._pieces = rows if any(rows) else []  # most columns have none, and need no index for that
+        sizes = [sum(piece.size for piece in pieces) for pieces in self._pieces]
+        super().__init__(np.cumsum(sizes, dtype=np.int64))
+
+    def fill(self, first: int, last: int, target: Bytes) -> None:
+        pieces = [piece for row in self._pieces[first:last] for piece in row]
+        if pieces:
+            np.concatenate(pieces, out=target)
+
+    def row(self, number: int) -> Bytes:
+        return np.concatenate([_NONE, *self._pieces[number]])
