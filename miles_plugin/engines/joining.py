@@ -1,7 +1,6 @@
 """Engines that ask to join a job that runs: `engines-to-join` in the directory of its report, an address a line.
 
-A file, since that directory is all that whoever starts an engine later has of the job, and since it stays: a job that
-is resumed into the same directory asks those engines again.
+A file, since that directory is all that whoever starts an engine later has of the job.
 """
 
 import json

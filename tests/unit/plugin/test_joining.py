@@ -25,7 +25,6 @@ def test_each_request_is_read_once_and_in_order(directory: Path) -> None:
     assert requests.new() == []
     ask_to_join(directory, ["10.0.0.3:30000"])
     assert requests.new() == ["10.0.0.3:30000"]
-    assert JoinRequests(directory).new() == ["10.0.0.3:30000", "[fd00::5]:30000", "10.0.0.4:30000"], "a resumed job"
 
 
 def test_a_line_under_way_is_read_when_it_is_whole(directory: Path) -> None:
