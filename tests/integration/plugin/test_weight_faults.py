@@ -292,3 +292,30 @@ def test_an_engine_that_was_started_anew_gets_no_request_before_it_has_the_newes
     assert {engine.url for engine in fleet.serving()} == {each.url for each in engines.standing}
     assert engines.served(0)[0] == str(engines.versions.next - 1)
     fleet.stop()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_engine_that_joins_late_gets_no_request_before_it_has_the_newest_weights(
+    mode: str, engines: Engines, open_updater: Callable[..., Updater]
+) -> None:
+    updater = open_updater(mode)
+    first, late = (External(each.url, 1) for each in engines.standing)
+    fleet = Fleet([first])
+    served = []
+    for join in (False, True, False):
+        if join:
+            fleet.join(late)
+            assert fleet.roll_call() == [late.engine.url]
+            assert [engine.url for engine in fleet.serving()] == [first.engine.url]
+        version = engines.versions.next
+        done = updater.update(lambda: constant(engines._checkpoint, version), fleet.addresses())  # noqa: B023
+        assert done is not None
+        fleet.updated(done.version, done.confirmed, done.left)
+        served.append([engine.url for engine in fleet.serving()])
+        assert fleet.roll_call() == []
+    assert served == [[first.engine.url]] + 2 * [[first.engine.url, late.engine.url]]
+    newest = float(engines.versions.next - 1)
+    for index in range(2):
+        version, values = engines.served(index)
+        assert (version, set(values)) == (str(int(newest)), {newest})
+    fleet.stop()
