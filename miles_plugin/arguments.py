@@ -29,12 +29,6 @@ def _separated(addresses: Any) -> Any:
     return [each for each in re.split(r"[\s,]+", addresses) if each] if isinstance(addresses, str) else addresses
 
 
-def _supported(mode: Any) -> Any:
-    if mode == "disk-delta":
-        raise ValueError("disk-delta, which miles has, is not supported yet; allowed: 'broadcast' or 'p2p'")
-    return mode
-
-
 Location = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(Path.expanduser)]
 Bytes = Annotated[int, BeforeValidator(parse_size)]
 # One or more values after a flag; in the environment, and in YAML where it is no list, spaces or commas part them.
@@ -212,16 +206,53 @@ class TrainingArguments(BaseModel):
 class WeightUpdateArguments(BaseModel):
     """weight update: how new weights reach the engines"""
 
-    update_weight_transfer_mode: Annotated[Literal["broadcast", "p2p"], BeforeValidator(_supported)] = Field(
+    update_weight_transfer_mode: Literal["broadcast", "p2p", "disk-delta"] = Field(
         "broadcast",
         description="broadcast: over one process group of trainer rank 0 and all engine ranks (gloo or NCCL); p2p: "
-        "every trainer rank writes into the engines' memory by Mooncake's Transfer Engine (TCP or RDMA)",
+        "every trainer rank writes into the engines' memory by Mooncake's Transfer Engine (TCP or RDMA); disk-delta: "
+        "what changed is published in a directory or object store, from which each engine's host keeps a checkpoint",
     )
     update_weight_buffer_size: Bytes = Field(
         512 * 1024**2, ge=1, description="bytes per bucket of weights; also as text, e.g. 512mb"
     )
     p2p_transfer_num_workers: int = Field(4, ge=1, description="threads of one trainer rank that write (p2p only)")
     p2p_transfer_timeout: float = Field(30.0, gt=0, description="seconds that one write may take (p2p only)")
+    update_weight_disk_dir: Annotated[str | None, BeforeValidator(_not_empty)] = Field(
+        None,
+        description="directory that all hosts share, or URL of an object store (s3://, gs://, az://), where versions "
+        "are published; default: weights/ in the report, where all is on one machine (disk-delta only)",
+    )
+    update_weight_local_checkpoint_dir: Location | None = Field(
+        None,
+        description="directory on the engines' host for the checkpoint that they load, twice its size; default: "
+        "checkpoint/ in the report (disk-delta only)",
+    )
+    update_weight_delta_encoding: Literal["auto", "xor", "overwrite", "sparse"] = Field(
+        "auto",
+        description="of what changed. sparse is the smallest and quickest; SGLang's forks with /pull_weights read xor "
+        "and overwrite. auto: xor with --custom-update-weight-post-write-path, sparse without (disk-delta only)",
+    )
+    update_weight_delta_checksum: Literal["xxh3-128", "blake3", "adler32"] = Field(
+        "xxh3-128", description="of every tensor, checked before an engine may load it (disk-delta only)"
+    )
+    update_weight_anchor_interval: int = Field(
+        50, ge=1, description="versions from one that is published whole to the next (disk-delta only)"
+    )
+    update_weight_disk_budget: Bytes | None = Field(
+        None,
+        description="bytes that published versions may take; older ones are removed, though a host still needs them, "
+        "which then takes a whole one; also as text, e.g. 200gb (disk-delta only)",
+    )
+    custom_update_weight_post_write_path: str | None = Field(
+        None,
+        description="module.function(args, version_dir, engines), called when a version is published and before "
+        "engines get it, e.g. to copy it elsewhere (disk-delta only)",
+    )
+    custom_update_weight_pre_read_path: str | None = Field(
+        None,
+        description="module.function(args, version_dir), called on an engine's host before a version is read, e.g. to "
+        "refresh what a network file system shows (disk-delta only)",
+    )
     check_weight_update_equal: bool = Field(
         False, description="after every update the engines prove, by checksums, that they hold the trainer's weights"
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import shtab
 
-from miles_plugin import bench_commands, store_commands
+from miles_plugin import bench_commands, materialize_command, store_commands
 from miles_plugin.arguments_sources import load_config_and_origins, settings_parser, with_origins
 from mooncake_store.errors import ConfigError, StoreError
 
@@ -55,6 +55,7 @@ def _run(argv: Sequence[str] | None) -> int:
     arguments, rest = _top_parser().parse_known_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     from miles_plugin.checkpoint import AlreadyDone
+    from miles_plugin.engines.sglang import EngineError
     from miles_plugin.job import JobFailed
 
     try:
@@ -63,7 +64,7 @@ def _run(argv: Sequence[str] | None) -> int:
         print(f"{PROG}: {done}", file=sys.stderr)
     except StoreError as error:
         return _fail(error, 2)
-    except (JobFailed, bench_commands.BenchFailed) as error:
+    except (JobFailed, bench_commands.BenchFailed, EngineError) as error:
         return _fail(error, 1)
     except KeyboardInterrupt:
         print(f"{PROG}: interrupted; everything it started has been stopped", file=sys.stderr)
@@ -168,6 +169,11 @@ def _completion(argv: Sequence[str]) -> None:
 COMMANDS = {
     "train": Command("run the main job: rollout, training and weight updates", lambda: settings_parser()[0], _train),
     "add-engine": Command("give a running job more engines", _add_engine_parser, _add_engine),
+    "materialize": Command(
+        "keep a checkpoint at the newest published weights",
+        materialize_command.materialize_parser,
+        materialize_command.run_materialize,
+    ),
     "holder": Command("lend this node's memory to a store", store_commands.holder_parser, store_commands.run_holder),
     "ls": Command("list what a store holds", store_commands.ls_parser, store_commands.run_ls),
     "sweep": Command("free what dead runs left", store_commands.sweep_parser, store_commands.run_sweep),

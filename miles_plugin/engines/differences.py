@@ -17,6 +17,7 @@ _MODEL_FIELDS = (
 # Of a server's own settings: its memory is registered with the Transfer Engine.
 SEED_FLAG = "remote_instance_weight_loader_start_seed_via_transfer_engine"
 # SGLang's other names of a dtype.
+_OTHERWISE = "use --update-weight-transfer-mode broadcast"
 _DTYPES = {"half": "float16", "float": "float32"}
 
 
@@ -85,26 +86,26 @@ def differences(answers: Answers, expected: Expected) -> Iterator[str]:
             f"device={device}, expected {expected.device}: trainers and engines form one process group, of NCCL with "
             "GPUs and of gloo without; run both on the same kind"
         )
+    if expected.mode != "broadcast" and server.get("enable_lora"):
+        yield (
+            f"enable_lora=True, expected False (update_weight_transfer_mode={expected.mode}): with adapters they lie "
+            f"under other names; restart it without --enable-lora, or {_OTHERWISE}"
+        )
     if expected.mode == "p2p":
         yield from _p2p_differences(answers)
 
 
 def _p2p_differences(answers: Answers) -> Iterator[str]:
-    cause, otherwise = "(update_weight_transfer_mode=p2p)", "use --update-weight-transfer-mode broadcast"
-    if answers.server.get("enable_lora"):
-        yield (
-            f"enable_lora=True, expected False {cause}: with adapters the weights lie under other names; restart it "
-            f"without --enable-lora, or {otherwise}"
-        )
+    cause = "(update_weight_transfer_mode=p2p)"
     if not answers.server.get(SEED_FLAG):
         yield (
             f"{SEED_FLAG}=False, expected True {cause}: its memory is not registered; restart it with "
-            f"--{SEED_FLAG.replace('_', '-')} and a free --engine-info-bootstrap-port, or {otherwise}"
+            f"--{SEED_FLAG.replace('_', '-')} and a free --engine-info-bootstrap-port, or {_OTHERWISE}"
         )
     for rank in answers.unregistered:
         yield (
             f"rank {rank} says no registered memory, expected {cause}; look in its log for the Transfer Engine (its "
-            f"protocol is MOONCAKE_PROTOCOL there, its address SGLANG_HOST_IP), or {otherwise}"
+            f"protocol is MOONCAKE_PROTOCOL there, its address SGLANG_HOST_IP), or {_OTHERWISE}"
         )
 
 

@@ -31,6 +31,8 @@ from miles_plugin.rollout.inputs import RolloutFnTrainInput
 from miles_plugin.rollout.source import check_same_prompts, open_prompts
 from miles_plugin.version import VersionAuthority
 from miles_plugin.version_owner import Owner
+from miles_plugin.weight_transfer.disk_delta.hosts import Brought, EngineHosts
+from miles_plugin.weight_transfer.disk_delta.opened import open_hosts
 from miles_plugin.weight_transfer.transfer_engine import protocol_of
 from mooncake_store import BatchRef, ConfigError, StoreUnavailable, batch_digest
 from mooncake_store.bounded import attempts
@@ -87,6 +89,7 @@ class RolloutManager:
         self._prompts = open_prompts(config)
         self._sampler: Sampler | None = None
         self._fleet = Fleet()
+        self._hosts: EngineHosts | None = None
         self._progress = (0, 0)
         self._ledger = Ledger(self._store)
         self.begin(shuffled=False)
@@ -99,6 +102,8 @@ class RolloutManager:
             ConfigError: one that runs already is not what the job needs.
         """
         self._checkpoint = checkpoint
+        if self._config.update_weight_transfer_mode == "disk-delta":
+            self._hosts = open_hosts(self._config, self._run_dir, checkpoint)
         if self._config.rollout_external:
             self._fleet = Fleet([External(url, ranks) for url, ranks in attached_engines(self._config, checkpoint)])
         else:
@@ -134,6 +139,14 @@ class RolloutManager:
         except (ConfigError, EngineError) as error:
             return str(error)
         return ""
+
+    def bring_weights(self, version: int | None, engines: Sequence[str]) -> Brought:
+        """Bring the checkpoints of the hosts of `engines` (URLs) to a published version; see EngineHosts."""
+        assert self._hosts is not None, "start_engines comes first"
+        brought = self._hosts.bring_to(version, engines)
+        for note in brought.notes:
+            _log.warning("version %s: %s", version, note)
+        return brought
 
     def engines(self) -> list[EngineAddress]:
         """All engines: each is offered every weight update."""

@@ -15,7 +15,7 @@ from miles_plugin.rollout.batch import Shard
 from miles_plugin.rollout.lanes import ACKNOWLEDGE
 from miles_plugin.training.policy import WEIGHT_DTYPE
 from miles_plugin.training.trainer import Trainer
-from miles_plugin.training.weights import open_updater
+from miles_plugin.training.weights import Place, open_updater
 from miles_plugin.weight_transfer.sources import full_parameters
 from miles_plugin.weight_transfer.transfer import Updater, WeightUpdate
 from mooncake_store import ObjectStore, batch_digest
@@ -41,6 +41,7 @@ class TrainerActor:
         self._device_type = "cuda" if torch.cuda.is_available() else "cpu"
         self._opened: ObjectStore | None = None
         self._loaded: Trainer | None = None
+        self._checkpoint = Path()
         self._updater: Updater | None = None
 
     def open_store(self, master: str | None) -> list[str]:
@@ -68,6 +69,7 @@ class TrainerActor:
 
     def load(self, checkpoint: Path, state: Path | None = None) -> None:
         """Start from `checkpoint` with a fresh optimizer, or go on from a saved `state`; collective."""
+        self._checkpoint = checkpoint
         self._loaded = Trainer(self._config, checkpoint, self._device_type)
         if state is not None:
             self._loaded.load(state)
@@ -105,7 +107,8 @@ class TrainerActor:
 
         model = self._trainer.model
         if self._updater is None:
-            self._updater = open_updater(self._config, model, self._run_id, self._host, self._device_type, manager)
+            place = Place(self._run_id, self._host, self._device_type, self._log_dir.parent, self._checkpoint)
+            self._updater = open_updater(self._config, model, place, manager)
         engines = ray.get(manager.engines.remote()) if self._rank == 0 else ()
         return self._updater.update(lambda: full_parameters(model, WEIGHT_DTYPE), engines)
 

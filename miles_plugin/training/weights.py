@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -17,6 +19,11 @@ from miles_plugin.engines.fleet import Left
 from miles_plugin.rollout.lanes import CONTROL
 from miles_plugin.training.policy import WEIGHT_DTYPE
 from miles_plugin.weight_transfer.broadcast import Broadcaster, Bystander
+from miles_plugin.weight_transfer.disk_delta.hosts import Brought
+from miles_plugin.weight_transfer.disk_delta.opened import open_publisher, post_write, published_in
+from miles_plugin.weight_transfer.disk_delta.publish import Publisher
+from miles_plugin.weight_transfer.disk_delta.storage import open_storage
+from miles_plugin.weight_transfer.disk_delta.transport import DeltaTransport
 from miles_plugin.weight_transfer.equality import Expected, checksum_of
 from miles_plugin.weight_transfer.layout import Layout
 from miles_plugin.weight_transfer.p2p import PeerWriter
@@ -50,51 +57,87 @@ class ManagedVersions:
         _get(self._manager.commit_version.remote(version, self._trainer, confirmed, left))
 
 
-def open_updater(
-    config: TrainConfig, model: PreTrainedModel, run_id: str, host: str, device_type: str, manager: Any
-) -> Updater:
+@dataclass(frozen=True)
+class Place:
+    """Where a trainer rank is.
+
+    host: address of its node, reachable from the engines. device_type: of trainers and engines: "cuda" or "cpu".
+    run_dir: of the run's report. checkpoint: that trainers and engines started from.
+    """
+
+    run_id: str
+    host: str
+    device_type: str
+    run_dir: Path
+    checkpoint: Path
+
+
+def open_updater(config: TrainConfig, model: PreTrainedModel, place: Place, manager: Any) -> Updater:
     """The updater of this trainer rank, as the settings ask for it; collective.
 
     Args:
         model: what will be sent, for its config and size.
-        host: address of this rank's node, reachable from the engines.
-        device_type: of trainers and engines: "cuda" or "cpu".
     """
     ranks = Ranks(dist.new_group(backend="gloo", timeout=_RANK_TIMEOUT) if dist.get_world_size() > 1 else None)
     is_first = ranks.rank == 0
     layout = cache(lambda tp: Layout(model.config, tp, WEIGHT_DTYPE))
-    checksum = checksum_of(device_type) if config.check_weight_update_equal else None
+    checksum = checksum_of(place.device_type) if config.check_weight_update_equal else None
     total = sum(parameter.numel() for parameter in model.parameters()) * WEIGHT_DTYPE.itemsize
+    transport = _transport(config, layout, ranks, place, manager)
     return Updater(
-        _transport(config, layout, ranks, run_id, host, device_type),
+        transport,
         ranks,
-        ManagedVersions(manager, f"{run_id}/trainer-0@{host}:{os.getpid()}") if is_first else None,
+        ManagedVersions(manager, f"{place.run_id}/trainer-0@{place.host}:{os.getpid()}") if is_first else None,
         config.pause_generation_mode,
         prove=(lambda: Expected(layout(config.rollout_num_gpus_per_engine), checksum)) if checksum else None,
+        delivery=transport if isinstance(transport, DeltaTransport) else None,
         progress=_Progress(manager, total) if is_first else None,
     )
 
 
 def _transport(
-    config: TrainConfig, layout: Callable[[int], Layout], ranks: Ranks, run_id: str, host: str, device_type: str
+    config: TrainConfig, layout: Callable[[int], Layout], ranks: Ranks, place: Place, manager: Any
 ) -> Transport:
+    if config.update_weight_transfer_mode == "disk-delta":
+        return _delta_transport(config, ranks, place, manager)
     if config.update_weight_transfer_mode == "p2p":
         protocol = protocol_of(config.mooncake_store_init_kwargs, os.environ)
         return PeerWriter(
-            host,
+            place.host,
             ranks.rank,
             ranks.size,
             layout,
             workers=config.p2p_transfer_num_workers,
             timeout=config.p2p_transfer_timeout,
             protocol=protocol,
-            device=device_type if protocol == "rdma" else "cpu",
+            device=place.device_type if protocol == "rdma" else "cpu",
             device_name=_device_name(config) if protocol == "rdma" else "",
         )
     if ranks.rank > 0:
         return Bystander()
-    backend = "nccl" if device_type == "cuda" else "gloo"
-    return Broadcaster(host, f"weights-{run_id}", backend, config.update_weight_buffer_size)
+    backend = "nccl" if place.device_type == "cuda" else "gloo"
+    return Broadcaster(place.host, f"weights-{place.run_id}", backend, config.update_weight_buffer_size)
+
+
+def _delta_transport(config: TrainConfig, ranks: Ranks, place: Place, manager: Any) -> DeltaTransport:
+    def bring(version: int | None, engines: Sequence[str]) -> Brought:
+        brought: Brought = _get(manager.bring_weights.remote(version, engines))
+        return brought
+
+    def publisher() -> Publisher:
+        return open_publisher(config, place.run_dir, place.checkpoint, ranks.rank, ranks.size)
+
+    # Rank 0's comes first.
+    made = publisher() if ranks.rank == 0 else None
+    if ranks.size > 1:
+        dist.barrier()
+    return DeltaTransport(
+        open_storage(published_in(config, place.run_dir)),
+        made or publisher(),
+        bring,
+        post_write(config, place.run_dir, place.checkpoint),
+        config.update_weight_disk_budget,
+    )
 
 
 def _device_name(config: TrainConfig) -> str:

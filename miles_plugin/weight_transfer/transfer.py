@@ -3,6 +3,11 @@
     allocate -> prepare (engines serve) -> pause -> flush -> begin -> transfer -> end -> verify
     -> stamp -> announce -> resume -> commit
 
+Where engines load what was delivered beside them, they serve during the transfer too, and then load it at once:
+
+    allocate -> prepare -> transfer (engines serve) -> pause -> flush -> load -> verify -> stamp -> announce -> resume
+    -> commit
+
 Every engine must confirm every step. One that fails leaves the rotation, and the update goes on with the others: it
 may hold a mixture of two policies, so it is not resumed and gets no request before it has confirmed a later update,
 which sends it everything again. The manager knows a version before the first engine resumes with it, so no sample can
@@ -17,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -49,12 +54,13 @@ class Sent:
     """What one rank sent.
 
     nbytes: of weights, once, whatever the number of engines. failed: why, by the engine's URL. broken: why engines that
-    did not fail must be connected anew and sent everything; empty if they have it.
+    did not fail must be connected anew and sent everything; empty if they have it. share: what a delivery is told.
     """
 
     nbytes: int
     failed: Mapping[str, str] = field(default_factory=dict)
     broken: str = ""
+    share: Any = None
 
 
 class Transport(Protocol):
@@ -71,6 +77,41 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Let go of the engines; idempotent."""
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """What came of a delivery.
+
+    nbytes: that were written, of `of` bytes of weights. failed: why engines do not have them, by URL.
+    """
+
+    nbytes: int
+    of: int
+    failed: Mapping[str, str] = field(default_factory=dict)
+
+
+class Delivery(Protocol):
+    """A transport that leaves weights where engines load them from. It is on every rank, as the transport, whose `send`
+    then writes what changed."""
+
+    def begin(self, version: int) -> None:
+        """On every rank: what is sent next is this version."""
+
+    def wants_all(self, sent: Sequence[Sent]) -> bool:
+        """On rank 0, told what every rank sent: whether what changed is not enough."""
+
+    def send_all(self) -> Sent:
+        """On every rank, if so: write all weights, as `send` took them."""
+
+    def deliver(self, version: int, sent: Sequence[Sent], engines: Sequence[EngineAddress]) -> Delivered:
+        """On rank 0: bring what all ranks sent to the engines' hosts. Bounded."""
+
+    def abandon(self, version: int) -> None:
+        """On rank 0, when no rank is in a step any more: a version that was begun comes to nothing."""
+
+    def load(self, engine: SGLangEngine) -> None:
+        """On rank 0, of each engine to whose host it was brought: load it. Raises EngineError."""
 
 
 class Authority(Protocol):
@@ -96,7 +137,7 @@ class WeightUpdate:
     """What one update did.
 
     Attributes:
-        nbytes: of weights, sent once, whatever the number of engines.
+        nbytes: that travelled, once, whatever the number of engines.
         density: share of the model's bytes that travelled.
         seconds: by phase; `converge` is from the first step to the last engine's resuming.
         confirmed: URLs of the engines that serve it.
@@ -124,6 +165,7 @@ class Updater:
         pause_mode: what becomes of requests in flight: abort, retract or in_place. After an update beside frozen ones
             later requests may share a prefix that the old weights computed.
         prove: makes what engines are checked against after an update; None: they are not.
+        delivery: of a transport that leaves weights where engines load them from, itself; None of others.
         progress: told on rank 0 how many bytes were taken from the source so far.
         clients: of the engines, by URL; they stay between updates.
     """
@@ -133,6 +175,7 @@ class Updater:
     authority: Authority | None
     pause_mode: str
     prove: Callable[[], Proof] | None = None
+    delivery: Delivery | None = None
     progress: Callable[[int], None] | None = None
     bounds: Bounds = Bounds()
     clients: dict[str, SGLangEngine] = field(default_factory=dict)
@@ -152,12 +195,20 @@ class Updater:
             VersionFenced: another trainer has taken over.
         """
         if self.authority is None:
-            self.ranks.follow({"connect": self.transport.connect, "send": lambda: self.transport.send(source())})
+            steps: dict[str, Callable[..., Any]] = {"send": lambda: self.transport.send(source())}
+            self.ranks.follow(steps | self.own_steps())
             return None
         try:
             return _Update(self, self.authority, source, engines).run()
         finally:
             self.ranks.dismiss()
+
+    def own_steps(self) -> dict[str, Callable[..., Any]]:
+        """What every rank does alike when rank 0 says so."""
+        steps: dict[str, Callable[..., Any]] = {"connect": self.transport.connect}
+        if self.delivery is not None:
+            steps |= {"begin": self.delivery.begin, "send all": self.delivery.send_all}
+        return steps
 
     def client(self, url: str) -> SGLangEngine:
         if url not in self.clients:
@@ -183,28 +234,32 @@ class _Update:
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._proof: Proof | None = None
         self._pool = ThreadPoolExecutor(max(1, len(engines)), thread_name_prefix="update")
-        self._steps: Steps = {
-            "connect": settings.transport.connect,
-            "send": lambda: settings.transport.send(self._observed()),
-        }
+        self._steps: Steps = {"send": lambda: settings.transport.send(self._observed()), **settings.own_steps()}
 
     def run(self) -> WeightUpdate:
-        pause_mode = self._settings.pause_mode
+        pause_mode, delivery = self._settings.pause_mode, self._settings.delivery
         with self._pool, self._timed("converge"):
             version = self._authority.allocate()
             with self._timed("prepare"):
                 # One that hangs, and is offered every update, must not hold each up for long.
                 self._on_each("prepare", lambda engine: engine.model_info(self._settings.bounds.answer))
                 self._connect()
+            if delivery is not None:
+                with self._timed("transfer"):
+                    nbytes, of = self._deliver(delivery, version)
             with self._timed("pause"):
                 self._on_each("pause", lambda engine: engine.pause(pause_mode))
             with self._timed("flush"):
                 self._on_each("flush", _flush_unless_busy if pause_mode == "in_place" else _flush)
-            with self._timed("transfer"):
-                self._on_each("begin", _begin)
-                nbytes = self._transfer()
-            with self._timed("activate"):
-                self._on_each("end", lambda engine: engine.end_update())
+            if delivery is None:
+                with self._timed("transfer"):
+                    self._on_each("begin", _begin)
+                    nbytes = of = self._transfer()
+                with self._timed("activate"):
+                    self._on_each("end", lambda engine: engine.end_update())
+            else:
+                with self._timed("activate"):
+                    self._on_each("load", delivery.load)
             with self._timed("verify"):
                 proven = self._verify()
             with self._timed("activate"):
@@ -214,11 +269,28 @@ class _Update:
                 self._on_each("resume", lambda engine: engine.resume())
         confirmed = tuple(engine.url for engine in self._engines)
         self._authority.commit(version, confirmed, self._left)
-        return WeightUpdate(version, nbytes, 1.0, self._seconds, confirmed, tuple(self._left), proven)
+        density = nbytes / of if of else 1.0
+        return WeightUpdate(version, nbytes, density, self._seconds, confirmed, tuple(self._left), proven)
 
     def _connect(self) -> None:
         for failed in self._settings.ranks.take(self._steps, "connect", self._engines):
             self._drop("prepare", failed)
+
+    def _deliver(self, delivery: Delivery, version: int) -> tuple[int, int]:
+        """Write what changed, or all, and have it brought to the engines' hosts; bytes written, and of how many."""
+        ranks = self._settings.ranks
+        self._proof = self._settings.prove() if self._settings.prove is not None else None
+        try:
+            ranks.take(self._steps, "begin", version)
+            sent: list[Sent] = ranks.take(self._steps, "send")
+            if delivery.wants_all(sent):
+                sent = ranks.take(self._steps, "send all")
+            delivered = delivery.deliver(version, sent, self._engines)
+        except BaseException:
+            delivery.abandon(version)
+            raise
+        self._drop("transfer", delivered.failed)
+        return delivered.nbytes, delivered.of
 
     def _transfer(self) -> int:
         """Send until all engines that are left have everything; bytes sent."""

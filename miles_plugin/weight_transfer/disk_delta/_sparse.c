@@ -1,0 +1,223 @@
+/* What `sparse.py` does to each value of a tensor, without the interpreter's lock. `sparse_numpy.py` does the same.
+ *
+ * Nothing here trusts its arguments: sizes are compared here and indices where they are used (`_values.h`), and what
+ * does not agree is a ValueError. Only the stable interface of Python 3.11 is used: one build serves every later version. */
+
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+#include "_values.h"
+
+/* 1, or 0 with an exception. */
+static int is_width(Py_ssize_t width)
+{
+    if (width == 1 || width == 2 || width == 4 || width == 8)
+        return 1;
+    PyErr_Format(PyExc_ValueError, "values have %zd bytes, allowed are 1, 2, 4, 8", width);
+    return 0;
+}
+
+/* Release `count` buffers; the result, or ValueError if there is none. */
+static PyObject *finished(Py_buffer *buffers, int count, PyObject *result)
+{
+    while (count > 0)
+        PyBuffer_Release(&buffers[--count]);
+    if (result == NULL && !PyErr_Occurred())
+        PyErr_SetString(PyExc_ValueError, "sizes, indices and the bytes between them do not agree");
+    return result;
+}
+
+static PyObject *changes(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    Py_buffer b[3], *old = b, *new = b + 1, *out = b + 2;
+    Py_ssize_t width;
+    PyObject *result = NULL;
+
+    if (!PyArg_ParseTuple(arguments, "y*y*nw*", old, new, &width, out))
+        return NULL;
+    if (is_width(width) && old->len == new->len && old->len % width == 0 && old->len / width <= UINT32_MAX &&
+        out->len / (Py_ssize_t)sizeof(uint32_t) >= old->len / width + SLACK) {
+        size_t found;
+        Py_BEGIN_ALLOW_THREADS
+        found = FOR_WIDTH(width, find_changes, old->buf, new->buf, (size_t)(old->len / width), out->buf);
+        Py_END_ALLOW_THREADS
+        result = PyLong_FromSize_t(found);
+    }
+    return finished(b, 3, result);
+}
+
+static PyObject *collect(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    Py_buffer b[6], *old = b, *new = b + 1, *places = b + 2, *gaps = b + 3, *nibbles = b + 4, *escapes = b + 5;
+    Py_ssize_t width, changed, escaped, since;
+    PyObject *result = NULL;
+
+    if (!PyArg_ParseTuple(arguments, "w*y*ny*nw*w*w*nn", old, new, &width, places, &since, gaps, nibbles, escapes,
+                          &changed, &escaped))
+        return NULL;
+    if (is_width(width) && old->len == new->len && since >= 0 && changed >= 0 && escaped >= 0) {
+        Collected to = {
+            .positions = places->buf, .count = (size_t)places->len / sizeof(uint32_t),
+            .values = (size_t)(old->len / width), .since = (uint64_t)since,
+            .gaps = gaps->buf, .nibbles = nibbles->buf, .escapes = escapes->buf,
+            .changed = (size_t)changed, .most_changed = (size_t)gaps->len / sizeof(uint32_t),
+            .escaped = (size_t)escaped, .most_escaped = (size_t)(escapes->len / width),
+        };
+        int agreed = 0;
+        if (to.changed <= to.most_changed && (size_t)nibbles->len >= (to.most_changed + 1) / 2) {
+            Py_BEGIN_ALLOW_THREADS
+            agreed = FOR_WIDTH(width, collect_changes, old->buf, new->buf, &to);
+            Py_END_ALLOW_THREADS
+        }
+        if (agreed)
+            result = Py_BuildValue("(nnn)", (Py_ssize_t)to.changed, (Py_ssize_t)to.escaped, (Py_ssize_t)to.since);
+    }
+    return finished(b, 6, result);
+}
+
+static PyObject *symbols(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    Py_buffer b[3], *gaps = b, *out = b + 1, *lows = b + 2;
+    size_t used = 0;
+
+    if (!PyArg_ParseTuple(arguments, "y*w*w*", gaps, out, lows))
+        return NULL;
+    const uint32_t *gap = gaps->buf;
+    uint8_t *symbol = out->buf, *low = lows->buf;
+    size_t count = (size_t)gaps->len / sizeof *gap, room = (size_t)out->len;
+    int agreed = lows->len == 0 || (size_t)lows->len == count;
+    Py_BEGIN_ALLOW_THREADS
+    for (size_t i = 0; agreed && i < count; i++) {
+        uint32_t left = gap[i];
+        if (lows->len) {
+            low[i] = (uint8_t)left;
+            left >>= 8;
+        }
+        agreed = left / MORE < room - used;
+        if (agreed) {
+            for (; left >= MORE; left -= MORE)
+                symbol[used++] = MORE;
+            symbol[used++] = (uint8_t)left;
+        }
+    }
+    Py_END_ALLOW_THREADS
+    return finished(b, 3, agreed ? PyLong_FromSize_t(used) : NULL);
+}
+
+static PyObject *positions(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    Py_buffer b[3], *in = b, *lows = b + 1, *out = b + 2;
+    Py_ssize_t limit;
+    uint64_t after = 0;
+    size_t used = 0;
+
+    if (!PyArg_ParseTuple(arguments, "y*y*nw*", in, lows, &limit, out))
+        return NULL;
+    const uint8_t *symbol = in->buf, *low = lows->buf;
+    uint32_t *position = out->buf;
+    size_t count = (size_t)out->len / sizeof *position, most = (size_t)in->len;
+    int agreed = limit >= 0 && (uint64_t)limit <= UINT32_MAX && (lows->len == 0 || (size_t)lows->len == count);
+    Py_BEGIN_ALLOW_THREADS
+    for (size_t i = 0; agreed && i < count; i++) {
+        uint64_t gap = 0;
+        while (used < most && symbol[used] == MORE) {
+            gap += MORE;
+            used++;
+        }
+        agreed = used < most;
+        if (agreed) {
+            gap += symbol[used++];
+            after += lows->len ? gap << 8 | low[i] : gap;
+            agreed = after < (uint64_t)limit;
+            position[i] = (uint32_t)after++;
+        }
+    }
+    Py_END_ALLOW_THREADS
+    return finished(b, 3, agreed && used == most ? PyLong_FromUnsignedLongLong(after) : NULL);
+}
+
+static PyObject *patch(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    Py_buffer b[4], *block = b, *places = b + 1, *nibbles = b + 2, *escapes = b + 3;
+    Py_ssize_t width, base, changed, escaped;
+    PyObject *result = NULL;
+    int touch, agreed = 0;
+
+    if (!PyArg_ParseTuple(arguments, "w*nny*y*y*nnp", block, &width, &base, places, nibbles, escapes, &changed,
+                          &escaped, &touch))
+        return NULL;
+    if (is_width(width) && base >= 0 && changed >= 0 && escaped >= 0) {
+        Patched from = {
+            .base = (uint64_t)base, .values = (size_t)(block->len / width),
+            .positions = places->buf, .nibbles = nibbles->buf, .escapes = escapes->buf,
+            .changed = (size_t)changed, .most_changed = (size_t)places->len / sizeof(uint32_t),
+            .escaped = (size_t)escaped, .most_escaped = (size_t)(escapes->len / width),
+        };
+        if ((size_t)nibbles->len >= (from.most_changed + 1) / 2) {
+            Py_BEGIN_ALLOW_THREADS
+            /* Read in order, a block comes from memory faster than line by line as changes fall. */
+            for (Py_ssize_t i = 0; touch && i < block->len; i += 64)
+                (void)*((volatile const char *)block->buf + i);
+            agreed = FOR_WIDTH(width, patch_values, block->buf, &from);
+            Py_END_ALLOW_THREADS
+        }
+        if (agreed)
+            result = Py_BuildValue("(nn)", (Py_ssize_t)from.changed, (Py_ssize_t)from.escaped);
+    }
+    return finished(b, 4, result);
+}
+
+static PyObject *spread(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    Py_buffer b[3], *old = b, *new = b + 1, *planes = b + 2;
+    Py_ssize_t width;
+    int agreed;
+
+    if (!PyArg_ParseTuple(arguments, "w*y*nw*", old, new, &width, planes))
+        return NULL;
+    agreed = is_width(width) && old->len == new->len && old->len == planes->len && old->len % width == 0;
+    if (agreed) {
+        Py_BEGIN_ALLOW_THREADS
+        FOR_WIDTH(width, spread_planes, old->buf, new->buf, (size_t)(old->len / width), planes->buf);
+        Py_END_ALLOW_THREADS
+    }
+    return finished(b, 3, agreed ? Py_NewRef(Py_None) : NULL);
+}
+
+static PyObject *unspread(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    Py_buffer b[2], *block = b, *planes = b + 1;
+    Py_ssize_t width;
+    int agreed;
+
+    if (!PyArg_ParseTuple(arguments, "w*y*n", block, planes, &width))
+        return NULL;
+    agreed = is_width(width) && block->len == planes->len && block->len % width == 0;
+    if (agreed) {
+        Py_BEGIN_ALLOW_THREADS
+        FOR_WIDTH(width, add_planes, block->buf, (size_t)(block->len / width), planes->buf);
+        Py_END_ALLOW_THREADS
+    }
+    return finished(b, 2, agreed ? Py_NewRef(Py_None) : NULL);
+}
+
+/* What each does is said in _sparse.pyi. */
+static PyMethodDef methods[] = {
+    {"changes", changes, METH_VARARGS, "changes(old, new, width, out)\n--\n\n"},
+    {"collect", collect, METH_VARARGS,
+     "collect(old, new, width, positions, since, gaps, nibbles, escapes, changed, escaped)\n--\n\n"},
+    {"symbols", symbols, METH_VARARGS, "symbols(gaps, out, lows)\n--\n\n"},
+    {"positions", positions, METH_VARARGS, "positions(symbols, lows, limit, out)\n--\n\n"},
+    {"patch", patch, METH_VARARGS,
+     "patch(block, width, base, positions, nibbles, escapes, changed, escaped, touch)\n--\n\n"},
+    {"spread", spread, METH_VARARGS, "spread(old, new, width, planes)\n--\n\n"},
+    {"unspread", unspread, METH_VARARGS, "unspread(block, planes, width)\n--\n\n"},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_sparse", NULL, 0, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__sparse(void)
+{
+    return PyModule_Create(&module);
+}

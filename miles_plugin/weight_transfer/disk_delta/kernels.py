@@ -1,0 +1,109 @@
+"""What is done to each value of a tensor: by C, which lets other threads run meanwhile, or by numpy, which is slower.
+
+The extension is built where the package is installed, if there is a C compiler. Both read and write the same bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from mooncake_store.arrays import Bytes
+
+Indices = npt.NDArray[np.uint32]
+
+# Positions that `changes` may write behind the last one.
+SLACK = 4
+# The nibble of a difference that no nibble holds, and the symbol of a gap that goes on in the next one.
+ESCAPE, MORE = 15, 255
+
+
+class Kernels(Protocol):
+    """Functions over blocks: uint8 arrays of whole values of `width` bytes (1, 2, 4 or 8), contiguous.
+
+    A changed value is coded by the gap, which is the number of values since the last one that changed, and by its
+    difference, new - old as a number of its width with a sign, in the order 0, -1, 1, -2, 2 ... (zigzag). The first 15
+    that are not 0 make a nibble, two of them a byte, the earlier one in the low half; of others the new value is kept.
+
+    Every function raises ValueError when sizes, indices and bytes do not agree; it has read and written nothing outside
+    its arguments then.
+    """
+
+    def changes(self, old: Bytes, new: Bytes, width: int, out: Indices, /) -> int:
+        """Write the positions of values that differ; how many. out: as many as there are values, and SLACK."""
+
+    def collect(
+        self,
+        old: Bytes,
+        new: Bytes,
+        width: int,
+        positions: Indices,
+        since: int,
+        gaps: Indices,
+        nibbles: Bytes,
+        escapes: Bytes,
+        changed: int,
+        escaped: int,
+        /,
+    ) -> tuple[int, int, int]:
+        """Append what changed at `positions` to gaps, nibbles and escapes, and make it so in `old`.
+
+        changed: gaps and nibbles that are there. escaped: values in escapes. since: values before this block that
+        come after the last change. Returns these three as they are after this block.
+        """
+
+    def symbols(self, gaps: Indices, out: Bytes, lows: Bytes, /) -> int:
+        """Write gaps as bytes, 255 for 255 that are followed by more; how many bytes.
+
+        lows: takes the low byte of each gap, so that `out` has the rest; empty: `out` has all.
+        """
+
+    def positions(self, symbols: Bytes, lows: Bytes, limit: int, out: Indices, /) -> int:
+        """The reverse: as many positions as `out` has room for, which use up all symbols; the last one, and 1.
+
+        limit: what all positions are below; itself below 2**32.
+        """
+
+    def patch(
+        self,
+        block: Bytes,
+        width: int,
+        base: int,
+        positions: Indices,
+        nibbles: Bytes,
+        escapes: Bytes,
+        changed: int,
+        escaped: int,
+        touch: bool,
+        /,
+    ) -> tuple[int, int]:
+        """Change the values of a block, which begins at position `base`, from change number `changed` on.
+
+        touch: read the block before. Returns the numbers of the next change and the next escape.
+        """
+
+    def spread(self, old: Bytes, new: Bytes, width: int, planes: Bytes, /) -> None:
+        """Write the differences of all values to `planes`: all lowest bytes, then all second ones ...; old becomes new.
+
+        planes: as many bytes as `old`."""
+
+    def unspread(self, block: Bytes, planes: Bytes, width: int, /) -> None:
+        """Add the differences in `planes` to a block."""
+
+
+def native() -> Kernels | None:
+    """The extension; None where it was not built."""
+    try:
+        from miles_plugin.weight_transfer.disk_delta import _sparse
+    except ImportError:
+        return None
+    return _sparse
+
+
+def fastest() -> Kernels:
+    """The extension, else numpy."""
+    from miles_plugin.weight_transfer.disk_delta import sparse_numpy
+
+    return native() or sparse_numpy
