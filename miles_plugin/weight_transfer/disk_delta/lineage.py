@@ -133,10 +133,18 @@ class Plan:
     Attributes:
         start: what must be there: a version, or BASE; None when the first step is a full version.
         steps: the oldest first; none when `start` is the target.
+        target: where it leads: a version, or BASE.
     """
 
     start: int | None
     steps: tuple[Step, ...]
+
+    @property
+    def target(self) -> int:
+        if self.steps:
+            return self.steps[-1].version
+        assert self.start is not None
+        return self.start
 
     def touching(self, name: str) -> list[Step]:
         """Those that say something of a tensor, the oldest first."""
@@ -197,21 +205,26 @@ class Chain:
             if not step.is_full and not step.files:
                 self._load(step, sorted(set(step.index.files.values())))
 
-    def reload(self, names: Iterable[str]) -> bool:
-        """Read once more the files that hold one of these tensors, each version's once at most.
+    def reload(self, plan: Plan, names: Iterable[str]) -> bool:
+        """Read once more the plan's files that hold one of these tensors, each version's once at most.
 
         Returns:
             whether there is anything new to try. (The files of a full version are read by whoever uses them.)
         """
         wanted, any_read = set(names), False
-        for step in self._steps:
+        for step in plan.steps:
             files = {file for name, file in step.index.files.items() if name in wanted}
-            if files and (step.is_full or step.files) and not step.reread:
+            if files and not step.reread:
                 step.reread = any_read = True
                 self._source.refresh(step.version, again=True)
                 if not step.is_full:
                     self._load(step, sorted(files))
         return any_read
+
+    def forget(self, plan: Plan) -> None:
+        """Give back the memory that its files take."""
+        for step in plan.steps:
+            step.files.clear()
 
     def why_not(self) -> str:
         """Why there is no further way, for a message."""

@@ -12,11 +12,11 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from miles_plugin.weight_transfer.disk_delta.codec import CHECKSUMS
+from miles_plugin.weight_transfer.disk_delta import codec
 from miles_plugin.weight_transfer.disk_delta.lineage import (
     Chain,
     Plan,
@@ -33,6 +33,8 @@ from mooncake_store.errors import ConfigError, IntegrityError
 
 # Two updates of a large model, or its first copy from a slow disk.
 WAIT_SECONDS = 600.0
+# Deltas that are in memory at once, of a reader that is far behind; the decoder takes no more in one pass either.
+FOLD = codec.FOLD
 _READER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 _NAMED = 3  # tensors in a message
 
@@ -59,7 +61,8 @@ class Materialized:
 class Materializer:
     """Brings the checkpoint in one local directory to published versions.
 
-    Extra memory: the deltas that are applied, or one file of a full version, and a few MB.
+    Extra memory: FOLD deltas, or one file of a full version, and a few MB. (All deltas that lead from the base or the
+    other slot, where a tensor must be made anew from there.)
 
     Args:
         storage: where versions are published.
@@ -112,8 +115,7 @@ class Materializer:
         """The version that engines see, and where; None before the first."""
         with reported(self.local):
             _, slots = self._open()
-            name = slots.current()
-            slot = slots.find(name) if name else None
+            slot = slots.exposed()
             return None if slot is None else (max(slot.record.version, 0), slot.path)
 
     def verify(self) -> list[str]:
@@ -123,13 +125,15 @@ class Materializer:
         """
         with reported(self.local), locked(self.local, self._wait_seconds):
             _, slots = self._open()
-            name = slots.current()
-            slot = slots.find(name) if name else None
+            slot = slots.exposed()
             if slot is None:
                 return []
-            kinds = {tensor: checksum.kind for tensor, checksum in slot.record.checksums.items()}
-            found = hash_all(Checkpoint(slot.path), kinds, self._threads)
-            damaged = sorted(tensor for tensor, checksum in slot.record.checksums.items() if found[tensor] != checksum)
+            written, found = slot.record.checksums, dict[str, Checksum]()
+            with suppress(ConfigError, IntegrityError, FileNotFoundError):  # no checkpoint any more: all are damaged
+                found = hash_all(
+                    Checkpoint(slot.path), {name: each.kind for name, each in written.items()}, self._threads
+                )
+            damaged = sorted(name for name, each in written.items() if found.get(name) != each)
             if damaged:
                 slots.begin(slot.name, slot.record.version, slot.record.version, slot.record.checksums)
             return damaged
@@ -181,9 +185,7 @@ class _Update:
     def bring_to(self, version: int | None) -> Materialized:
         with self._timed("find"):
             target = self._source.latest() if version is None else version
-            for slot in (self._complete, self._slot):
-                if slot is not None:
-                    self._confirm(slot)
+            self._complete, self._slot = self._sound(self._complete), self._sound(self._slot)
             for slot in (self._complete, self._slot):
                 if slot is not None and slot.record.applying is None and slot.record.version == target:
                     return self._expose(slot.name, target)
@@ -193,7 +195,7 @@ class _Update:
         return self._apply(chain)
 
     def _apply(self, chain: Chain) -> Materialized:
-        kind = chain.kind or CHECKSUMS[0]
+        kind = chain.kind or codec.CHECKSUMS[0]
         complete = self._mapped(self._complete, writable=False)
         slot = self._mapped(self._slot, writable=True)
         if slot is None or self._slot is None:
@@ -210,34 +212,61 @@ class _Update:
             with self._timed("hash"):
                 patcher.hash({name: checksum.kind for name, checksum in record.checksums.items()})
         self._slots.check_changeable(sum(slot.tensor(name).size for name in slot.layout))
+        record = self._approach(chain, patcher, record)
         self._slots.begin(self._name, record.version, chain.target, record.checksums)
         plan = self._follow(chain, patcher, record, complete)
         with self._timed("flush"):
             patcher.flush(every=in_doubt)
-        came_to = chain.target if plan.steps else record.version
-        self._slots.complete(self._name, came_to, patcher.held)
-        self._confirmed.add((self._name, came_to))
-        return self._expose(self._name, came_to)
+        self._slots.complete(self._name, plan.target, patcher.held)
+        self._confirmed.add((self._name, plan.target))
+        return self._expose(self._name, plan.target)
+
+    def _approach(self, chain: Chain, patcher: Patcher, record: Record) -> Record:
+        """Come nearer to a version that is far ahead, FOLD deltas at a time, since all of them may be more than fits
+        into memory. Returns where the slot is then: no further, when that failed."""
+        while (plan := chain.plan(record.version)) and len(plan.steps) > FOLD:
+            part = Plan(plan.start, plan.steps[:FOLD])
+            version = part.steps[-1].version
+            self._slots.begin(self._name, record.version, version, record.checksums)
+            origin = InPlace(f"slot {self._name}", record.checksums)
+            failed, _ = self._try(chain, patcher, part, origin, list(self._base.layout))
+            chain.forget(part)
+            if failed:
+                break
+            record = Record(version=version, applying=None, base=record.base, checksums=dict(patcher.held))
+        return record
 
     def _follow(self, chain: Chain, patcher: Patcher, record: Record, complete: Checkpoint | None) -> Plan:
+        """The way on which the last tensors came to the target; raises IntegrityError when there is none."""
         left: Sequence[str] = list(self._base.layout)
         reasons: list[str] = []
         for plan, origin in self._ways(chain, record, complete):
+            left, told = self._try(chain, patcher, plan, origin, left)
+            if not left:
+                return plan
+            reasons = told or reasons
+        raise no_way(chain, record.version, reasons)
+
+    def _try(
+        self, chain: Chain, patcher: Patcher, plan: Plan, origin: Origin, names: Sequence[str]
+    ) -> tuple[list[str], list[str]]:
+        """Go one way, and once more if what is published can be read anew. Returns the tensors that did not get there,
+        and some reasons."""
+        reasons: list[str] = []
+        left = list(names)
+        again = True
+        while left and again:
             with self._timed("read"):
                 chain.load(plan)
-            again = True
-            while again:
-                with self._timed("apply"):
-                    failed = patcher.follow(plan, origin, left)
-                if not failed:
-                    return plan
-                left = list(failed)
-                if told := [reason for reason in failed.values() if reason]:
-                    reasons = told[:_NAMED]
-                    self._notes.append(f"{len(told)} tensors did not come to version {chain.target}: {told[0]}")
-                with self._timed("read"):
-                    again = chain.reload(left)
-        raise no_way(chain, record.version, reasons)
+            with self._timed("apply"):
+                failed = patcher.follow(plan, origin, left)
+            left = list(failed)
+            if told := [reason for reason in failed.values() if reason]:
+                reasons = told[:_NAMED]
+                self._notes.append(f"{len(told)} tensors did not come to version {plan.target}: {told[0]}")
+            with self._timed("read"):
+                again = chain.reload(plan, left)
+        return left, reasons
 
     def _ways(self, chain: Chain, record: Record, complete: Checkpoint | None) -> Iterator[tuple[Plan, Origin]]:
         """Those that there are, the cheapest first."""
@@ -276,16 +305,22 @@ class _Update:
             return None
         return found
 
-    def _confirm(self, slot: Slot) -> None:
-        """Raise ConfigError when the slot's version, as published, is another: then another run published here."""
+    def _sound(self, slot: Slot | None) -> Slot | None:
+        """The slot, unless it is no checkpoint any more; looked at once, when a reader starts.
+
+        Raises:
+            ConfigError: its version, as published, is another: then another run publishes there.
+        """
+        if slot is None or (slot.name, slot.record.version) in self._confirmed:
+            return slot
+        if self._mapped(slot, writable=False) is None:
+            return None
         version = slot.record.version
-        if version == BASE or (slot.name, version) in self._confirmed:
-            return
-        try:
-            self._source.refresh(version)
-            published = self._checksums(version)
-        except (FileNotFoundError, IntegrityError):
-            return  # deleted, or unreadable: then what is applied will tell
+        published: dict[str, Checksum] = {}
+        with suppress(FileNotFoundError, IntegrityError):  # deleted, or unreadable: then what is applied will tell
+            if version != BASE:
+                self._source.refresh(version)
+                published = self._checksums(version)
         for name, checksum in published.items():
             held = slot.record.checksums.get(name)
             if held is not None and held.kind == checksum.kind and held != checksum:
@@ -294,6 +329,7 @@ class _Update:
                     f"{checksum.hex}; remove {self._slots.local}, or name another local directory"
                 )
         self._confirmed.add((slot.name, version))
+        return slot
 
     def _checksums(self, version: int) -> dict[str, Checksum]:
         index = self._source.index(version)

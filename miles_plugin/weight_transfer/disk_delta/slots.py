@@ -133,6 +133,11 @@ class Slots:
             return name if name in NAMES else None
         return None
 
+    def exposed(self) -> Slot | None:
+        """The slot that engines read."""
+        name = self.current()
+        return self.find(name) if name else None
+
     def make(self, name: str, origin: Checkpoint) -> None:
         """Fill a slot with a copy of `origin`, without a record. Durable on return.
 

@@ -1,4 +1,4 @@
-"""Commands that test_delta_crashes.py runs: `python -m tests.unit.plugin.delta_processes COMMAND ...`."""
+"""Commands that test_delta_materialize_crashes.py runs: `python -m tests.unit.plugin.delta_processes COMMAND ...`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import numpy as np
 
 from miles_plugin import durable
 from miles_plugin.weight_transfer.disk_delta import codec, local_checkpoint, patching, slots
+from miles_plugin.weight_transfer.disk_delta.materialize import FOLD
 from tests.delta_publisher import changed, random_tensors
 from tests.unit.plugin.delta_readers import World, seen
 
@@ -100,12 +101,12 @@ def history(world: World, moment: str) -> tuple[int, ...]:
         reader.bring_to()
         world.publish(2)
         target = 2
-    elif moment == "deltas":
+    elif moment in ("deltas", "late"):
         reader.bring_to()
         world.publish(2)
         reader.bring_to()
-        world.publish(3)
-        target = 3
+        target = 3 if moment == "deltas" else 2 * FOLD
+        world.publish(*range(3, target + 1))
     else:
         for version in (2, 3):
             reader.bring_to()
@@ -121,7 +122,7 @@ def history(world: World, moment: str) -> tuple[int, ...]:
             weights.write_bytes(content)
             assert reader.verify()
     world.publish(target + 1)
-    return target, target + 1, {"deltas": 1, "full": 2}.get(moment, target)
+    return target, target + 1, {"deltas": 1, "late": 1, "full": 2}.get(moment, target)
 
 
 def crash(moment: str, root: str) -> None:

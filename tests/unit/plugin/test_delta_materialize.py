@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from miles_plugin.weight_transfer.disk_delta import codec, slots
 from miles_plugin.weight_transfer.disk_delta.codec import Encoder
-from miles_plugin.weight_transfer.disk_delta.lineage import Source, plan
+from miles_plugin.weight_transfer.disk_delta.lineage import Chain, Plan, Source, plan
 from miles_plugin.weight_transfer.disk_delta.local_checkpoint import Checkpoint
-from miles_plugin.weight_transfer.disk_delta.materialize import Materializer
+from miles_plugin.weight_transfer.disk_delta.materialize import FOLD, Materializer
 from miles_plugin.weight_transfer.disk_delta.slots import BASE, LocalBusy, LocalUnavailable
 from miles_plugin.weight_transfer.disk_delta.storage import DirectoryStorage, PublicationUnavailable
 from mooncake_store.errors import ConfigError, IntegrityError, ObjectNotFound
@@ -119,12 +119,77 @@ def test_a_late_reader_folds_the_deltas_and_a_new_one_too(world: World) -> None:
     assert world.seen() == 11
 
 
+@pytest.mark.parametrize("start", ["new", "old"])
+def test_a_reader_that_is_far_behind_has_few_deltas_in_memory(
+    world: World, start: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.publish(1)
+    if start == "old":
+        world.reader().bring_to()
+    last = 3 * FOLD + 2
+    world.publish(*range(2, last + 1))
+    in_memory: list[int] = []
+    load = Chain.load
+
+    def noted(chain: Chain, plan: Plan) -> None:
+        load(chain, plan)
+        in_memory.append(sum(bool(step.files) for step in chain._steps))
+
+    monkeypatch.setattr(Chain, "load", noted)
+    reads: list[str] = []
+
+    class Noted(DirectoryStorage):
+        def read(self, name: str) -> bytes:
+            reads.append(name)
+            return super().read(name)
+
+    done = Materializer(Noted(world.source), world.local, world.base).bring_to()
+    assert (done.version, done.notes, world.seen()) == (last, [], last)
+    assert 1 <= max(in_memory) <= FOLD
+    assert len(in_memory) == 4
+    assert {name for name in reads if reads.count(name) > 1 and "v000001" not in name} == set()
+
+
+@pytest.mark.parametrize("way", ["reread", "slot", "full", "none"])
+def test_a_reader_that_is_far_behind_gets_around_a_damaged_delta(world: World, way: str) -> None:
+    world.publish(1)
+    world.reader().bring_to()
+    world.publish(*range(2, 6), density=1.0, share=1.0)
+    if way == "slot":
+        world.reader().bring_to()  # it is the other slot, which holds 1, that will be changed
+    elif way == "full":
+        world.anchor(6)
+    world.publish(*range(max(world.publisher.versions) + 1, 2 * FOLD + 4), density=1.0, share=1.0)
+    damaged = version_file(world, 4)
+    content = damaged.read_bytes()
+    flip_bit(damaged, -9)
+    storage = DirectoryStorage(world.source)
+    if way == "reread":
+
+        class Mended(DirectoryStorage):
+            def read(self, name: str) -> bytes:
+                found = super().read(name)
+                if name.endswith(f"{damaged.parent.name}/{damaged.name}"):
+                    damaged.write_bytes(content)
+                return found
+
+        storage = Mended(world.source)
+    reader = Materializer(storage, world.local, world.base)
+    if way == "none":
+        with pytest.raises(IntegrityError, match=r"its checksum is .*no full version"):
+            reader.bring_to()
+        assert world.seen() == 1
+    else:
+        assert reader.bring_to().version == 2 * FOLD + 3
+        assert world.seen() == 2 * FOLD + 3
+
+
 def test_back_and_forth(world: World) -> None:
     world.publish(1, 2)
     world.anchor(3)
     world.publish(4, 5)
     reader = world.reader()
-    for version in (5, 3, 4, 1, 2, 5):
+    for version in (5, 3, 4, 1, 0, 2, 0, 5):
         assert reader.bring_to(version).version == version
         assert world.seen() == version
 
@@ -394,6 +459,33 @@ def test_what_was_deleted_from_the_local_directory_is_made_again(world: World, l
     for version in (4, 5):
         reader.bring_to(version)
         assert world.seen() == version
+
+
+@pytest.mark.parametrize("loss", ["cut", "gone", "all"])
+@pytest.mark.parametrize("version", [0, 2])
+def test_what_was_deleted_of_what_engines_see_is_made_again(world: World, loss: str, version: int) -> None:
+    for each in range(version):
+        world.publish(each + 1)
+        world.reader().bring_to()
+    path = world.reader().bring_to().path
+    weights = sorted(path.glob("*.safetensors"))[0]
+    if loss == "cut":
+        weights.write_bytes(weights.read_bytes()[:-1])
+    elif loss == "gone":
+        weights.unlink()
+    else:
+        shutil.rmtree(path)
+    reader = world.reader()
+    if loss != "all":
+        assert reader.verify() == sorted(world.publisher.versions[0])
+    assert reader.bring_to().version == version
+    assert world.seen() == version
+    assert reader.verify() == []
+    if loss != "all":
+        weights.unlink(missing_ok=True)  # of the slot that is changed next
+    world.publish(version + 1)
+    reader.bring_to()
+    assert world.seen() == version + 1
 
 
 def test_another_base_and_another_run_are_refused(world: World, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def memory() -> Iterator[Path]:
     shutil.rmtree(directory)
 
 
-@pytest.mark.parametrize("moment", ["first", "second", "deltas", "full", "mended", "branch", "remade"])
+@pytest.mark.parametrize("moment", ["first", "second", "deltas", "full", "mended", "branch", "remade", "late"])
 def test_a_kill_at_any_effect_exposes_nothing_torn(moment: str, memory: Path) -> None:
     """Before and after every line that writes, renames, links, removes or syncs, and half way through every tensor."""
     assert run_process("crash", moment, memory) > 50
