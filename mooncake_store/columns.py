@@ -383,7 +383,7 @@ def _tree(name: str, values: Sequence[Any], dtype: np.dtype[Any] | None, *, per_
         with suppress(UnicodeEncodeError):  # which row that is, is said below
             return _texts(values, leaves)
     try:
-        return Tree(leaves.pack_all(values), leaves, per_row)
+        return Tree(leaves.pack_all(list(values)), leaves, per_row)
     except (TypeError, OverflowError):
         for index, value in enumerate(values):
             with _naming(name, index if per_row else None):

@@ -13,7 +13,7 @@ from mooncake_store.arrays import Array, Bytes
 
 _native: Callable[[list[Any], Any], None] | None = None
 with suppress(ImportError):
-    from mooncake_store._gather import gather as _native
+    from mooncake_store._native import gather as _native
 
 IS_BUILT = _native is not None
 

@@ -14,7 +14,7 @@ from mooncake_store.gather import gather
 from mooncake_store.worker import Worker
 
 # What is copied and then digested while it is still in the core's own cache.
-STEP_BYTES = 256 << 10
+STEP_BYTES = 512 << 10
 _NONE: Bytes = np.empty(0, dtype=np.uint8)
 
 

@@ -29,6 +29,9 @@ _ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 _KEYS = frozenset({str, int})
 _CONTAINERS = frozenset({list, dict})
 _encoder = msgspec.msgpack.Encoder()
+_native_is_plain: Callable[[list[Any], int], bool] | None = None
+with suppress(ImportError):  # no C compiler where this was installed
+    from mooncake_store._native import is_plain as _native_is_plain
 
 
 class _Leaf(msgspec.Struct, array_like=True, frozen=True):
@@ -60,7 +63,7 @@ class TreeWriter:
         self.rows: list[list[Bytes]] = []
         self._nbytes = 0
 
-    def pack_all(self, values: Sequence[Any]) -> list[bytes]:
+    def pack_all(self, values: list[Any]) -> list[bytes]:
         """`pack` of each value; quick where none holds anything but what msgpack has itself."""
         if is_plain(values):
             with suppress(UnicodeEncodeError, OverflowError):  # which value that is, is said below
@@ -120,9 +123,14 @@ class TreeWriter:
         return msgspec.msgpack.Ext(ARRAY, _encoder.encode(_Leaf(name_of(array.dtype), array.shape, offset)))
 
 
-def is_plain(values: Sequence[Any]) -> bool:
+def is_plain(values: list[Any]) -> bool:
     """Whether values are made of nothing but None, bool, int, float, str, bytes, lists, and dicts with keys of str and
-    int. Looks at all values of one depth together, which takes no step of Python for each."""
+    int."""
+    return _native_is_plain(values, _MAX_DEPTH) if _native_is_plain is not None else _is_plain(values)
+
+
+def _is_plain(values: Sequence[Any]) -> bool:
+    """Looks at all values of one depth together, which takes no step of Python for each."""
     for _ in range(_MAX_DEPTH):
         kinds = set(map(type, values)) - _ATOMS
         if not kinds:

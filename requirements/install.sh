@@ -44,6 +44,6 @@ pip install -q "torch==$torch_version" -c requirements/cpu.lock ${torch_index:+-
 echo "installing the locked packages"
 pip install -q --no-deps -r requirements/cpu.lock
 pip install -q --no-deps --no-build-isolation -e .
-"$venv/bin/python" -c 'import mooncake_store._gather, miles_plugin.weight_transfer.disk_delta._sparse' ||
+"$venv/bin/python" -c 'import mooncake_store._native, miles_plugin.weight_transfer.disk_delta._sparse' ||
   fail "an extension in C was not built; see above"
 "$venv/bin/python" -c 'import mooncake.store' || fail "Mooncake's wheel does not import; see above"

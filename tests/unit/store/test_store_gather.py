@@ -13,7 +13,7 @@ from mooncake_store.arrays import as_bytes
 from mooncake_store.gather import gather
 from mooncake_store.tensors import TORCH_DTYPES
 
-pytestmark = pytest.mark.skipif(not gathering.IS_BUILT, reason="mooncake_store/_gather.c was not built: no C compiler")
+pytestmark = pytest.mark.skipif(not gathering.IS_BUILT, reason="mooncake_store/_native.c was not built: no C compiler")
 
 
 @given(st.lists(hnp.arrays(np.dtype("<i4"), hnp.array_shapes(min_dims=0, min_side=0, max_dims=3)), max_size=20))
