@@ -31,7 +31,7 @@ class DeltaTransport:
         bring: has the engines' hosts (URLs) brought to a version, or to what they start from; see `EngineHosts`.
         wrote: called on rank 0 when a version is published, with its directory's name and the engines' URLs, before
             they get it.
-        budget: bytes that published versions may take.
+        budget: bytes that published versions may take. load_seconds: that an engine may take to load one.
     """
 
     def __init__(
@@ -41,9 +41,10 @@ class DeltaTransport:
         bring: Callable[[int | None, Sequence[str]], Brought],
         wrote: Callable[[str, Sequence[str]], None] | None = None,
         budget: int | None = None,
+        load_seconds: float = LOAD_SECONDS,
     ) -> None:
         self._storage, self._publisher, self._bring, self._wrote = storage, publisher, bring, wrote
-        self._budget = budget
+        self._budget, self._load_seconds = budget, load_seconds
         self._version = -1
         self._paths: Mapping[str, str] = {}
 
@@ -81,7 +82,7 @@ class DeltaTransport:
         """Raises EngineError, with what to look for where the directory may be another host's."""
         path = self._paths[engine.url]
         try:
-            engine.load_checkpoint(path, LOAD_SECONDS)
+            engine.load_checkpoint(path, self._load_seconds)
         except EngineError as error:
             raise EngineError(
                 f"{error}; it was told to load {path}, on its own host: an engine on a host without a trainer's "
