@@ -27,7 +27,8 @@ def _not_empty(path: Any) -> Any:
 
 def _place(place: Any) -> Any:
     """A directory means the same to all processes of a job; a URL stays as it is."""
-    return str(Path(place).expanduser().absolute()) if isinstance(place, str) and "://" not in place else place
+    path = place.removeprefix("file://") if isinstance(place, str) else place
+    return path if path is None or "://" in path else str(Path(path).expanduser().absolute())
 
 
 def _separated(addresses: Any) -> Any:

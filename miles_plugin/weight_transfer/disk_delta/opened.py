@@ -12,12 +12,14 @@ from miles_plugin.checkpoint import VERSIONS, Resume, check_writable
 from miles_plugin.rollout.custom import arguments
 from miles_plugin.rollout.functions import CustomFunctionError, describe, load_function
 from miles_plugin.version import newest_version as numbers_used
+from miles_plugin.weight_transfer.disk_delta.base import BaseCheckpoint
 from miles_plugin.weight_transfer.disk_delta.format import version_name
 from miles_plugin.weight_transfer.disk_delta.hashes import hash_maker
 from miles_plugin.weight_transfer.disk_delta.hosts import EngineHosts
 from miles_plugin.weight_transfer.disk_delta.materialize import Materializer
 from miles_plugin.weight_transfer.disk_delta.prune import newest_version
 from miles_plugin.weight_transfer.disk_delta.publish import Publisher
+from miles_plugin.weight_transfer.disk_delta.split import DTYPES
 from miles_plugin.weight_transfer.disk_delta.storage import open_storage
 from mooncake_store.errors import ConfigError
 
@@ -80,6 +82,8 @@ def check_settings(config: TrainConfig, resume: Resume | None = None) -> None:
             f"hf_checkpoint={config.hf_checkpoint}: no *.safetensors there, of which disk-delta makes the engines' own "
             "checkpoint; save it as safetensors, or use --update-weight-transfer-mode broadcast"
         )
+    if config.hf_checkpoint is not None:
+        _check_numbers(config.hf_checkpoint)
     for setting, parameters in ((_WROTE_SETTING, WROTE), (_READS_SETTING, READS)):
         if (path := getattr(config, setting)) is not None:
             load_function(setting, path, parameters)
@@ -88,6 +92,19 @@ def check_settings(config: TrainConfig, resume: Resume | None = None) -> None:
         check_writable("update_weight_local_checkpoint_dir", config.update_weight_local_checkpoint_dir)
     if config.update_weight_disk_dir is not None:
         _check_place(config, config.update_weight_disk_dir, resume)
+
+
+def _check_numbers(checkpoint: Path) -> None:
+    """Deltas are of what trainers send: a checkpoint in another dtype cannot be brought to that."""
+    from miles_plugin.training.policy import WEIGHT_DTYPE
+
+    wanted = DTYPES[WEIGHT_DTYPE]
+    found = sorted({dtype for dtype, _ in BaseCheckpoint(checkpoint).layout.values()})
+    if wanted not in found:
+        raise ConfigError(
+            f"hf_checkpoint={checkpoint}: its weights are {' and '.join(found)}, the trainers send {wanted}, and "
+            f"disk-delta changes them in place; save it as {wanted}, or use --update-weight-transfer-mode broadcast"
+        )
 
 
 def _check_place(config: TrainConfig, place: str, resume: Resume | None) -> None:

@@ -131,7 +131,7 @@ def authority(tmp_path: Path) -> Iterator[VersionAuthority]:
         pytest.param("broadcast", "announce", marks=pytest.mark.slow),
         pytest.param("broadcast", "commit", marks=pytest.mark.slow),
         pytest.param("p2p", "announce", marks=pytest.mark.slow),
-        ("disk-delta", "announce"),
+        pytest.param("disk-delta", "announce", marks=pytest.mark.slow),
         pytest.param("disk-delta", "commit", marks=pytest.mark.slow),
     ],
 )
@@ -157,6 +157,11 @@ def test_versions_go_on_upward_when_the_trainer_dies_between_transfer_and_commit
     assert (authority.newest, authority.current, authority.committed) == (1, 1, 1)
     for index in (0, 1):
         assert engines.served(index) == ("1", [1.0])
+    if mode == "disk-delta":  # who comes anew does not know what the other one published last
+        published = tmp_path / "published"
+        assert (published / "latest").read_text() == "000001\n"
+        assert (published / "weight_v000001" / "config.json").is_file(), "a whole one"
+        assert not list(published.glob(".*"))
     with pytest.raises(VersionFenced, match="first may not commit version 0"):
         authority.commit(0, "first")
     second.end()

@@ -51,6 +51,8 @@ def steps(mode: str) -> dict[str, str]:
     return {path: phase for path, phase in STEPS.items() if path not in others}
 
 
+# Of what takes long, disk-delta is in the long tests.
+MOSTLY = [pytest.param(mode, marks=pytest.mark.slow if mode == "disk-delta" else ()) for mode in MODES]
 CASES = [
     (mode, path, phase, do)
     for mode, own in MODES.items()
@@ -235,9 +237,8 @@ def test_the_others_get_everything_again_when_one_dies_in_the_middle_of_a_broadc
     assert update.proven > 0
 
 
-@pytest.mark.parametrize(
-    "when", ["during", pytest.param("before", marks=pytest.mark.slow), pytest.param("after", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["before", "during", "after"])
 def test_the_others_load_when_one_dies_while_it_loads(
     when: str, engines: Engines, open_updater: Callable[..., Updater]
 ) -> None:
@@ -250,7 +251,7 @@ def test_the_others_load_when_one_dies_while_it_loads(
     assert update.proven > 0
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", MOSTLY)
 def test_where_no_engine_is_left_the_update_fails_and_its_number_is_a_hole(
     mode: str, engines: Engines, open_updater: Callable[..., Updater]
 ) -> None:
@@ -295,7 +296,7 @@ def _began(engine: StandIn, path: str, after: int) -> float:
     return float(began)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", MOSTLY)
 def test_an_engine_that_was_started_anew_gets_no_request_before_it_has_the_newest_weights(
     mode: str, engines: Engines, open_updater: Callable[..., Updater]
 ) -> None:

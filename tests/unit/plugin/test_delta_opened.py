@@ -65,7 +65,7 @@ def test_a_directory_is_the_same_one_for_every_process(tmp_path: Path, monkeypat
     monkeypatch.setenv("HOME", "/home/me")
     for given, means in (
         ("shared/weights", f"{tmp_path}/shared/weights"), ("~/weights", "/home/me/weights"),
-        ("/mnt/weights", "/mnt/weights"), ("s3://bucket/run", "s3://bucket/run"),
+        ("/mnt/weights", "/mnt/weights"), ("file:///mnt/weights", "/mnt/weights"), ("s3://bucket/run", "s3://bucket/run"),
     ):  # fmt: skip
         assert opened.published_in(config("--update-weight-disk-dir", given), tmp_path) == means
 
@@ -204,6 +204,13 @@ def test_a_package_that_is_not_installed(package: str, flags: list[str], monkeyp
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingDependency, match="pip install"):
         opened.check_settings(config(*flags))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_checkpoint_of_other_numbers_than_the_trainers_send(dtype: torch.dtype, tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", {"a": torch.zeros(3, dtype=dtype), "b": torch.zeros(2, dtype=dtype)})
+    with pytest.raises(ConfigError, match=r"base: its weights are F(32|16), the trainers send BF16, .*save it as BF16"):
+        opened.check_settings(config("--hf-checkpoint", str(base)))
 
 
 def test_what_can_work_leaves_nothing_behind(tmp_path: Path) -> None:
