@@ -25,6 +25,12 @@ def _not_empty(path: Any) -> Any:
     return path
 
 
+def _place(place: Any) -> Any:
+    """A directory means the same to all processes of a job; a URL stays as it is."""
+    path = place.removeprefix("file://") if isinstance(place, str) else place
+    return path if path is None or "://" in path else str(Path(path).expanduser().absolute())
+
+
 def _separated(addresses: Any) -> Any:
     return [each for each in re.split(r"[\s,]+", addresses) if each] if isinstance(addresses, str) else addresses
 
@@ -217,7 +223,7 @@ class WeightUpdateArguments(BaseModel):
     )
     p2p_transfer_num_workers: int = Field(4, ge=1, description="threads of one trainer rank that write (p2p only)")
     p2p_transfer_timeout: float = Field(30.0, gt=0, description="seconds that one write may take (p2p only)")
-    update_weight_disk_dir: Annotated[str | None, BeforeValidator(_not_empty)] = Field(
+    update_weight_disk_dir: Annotated[str | None, BeforeValidator(_not_empty), AfterValidator(_place)] = Field(
         None,
         description="directory that all hosts share, or URL of an object store (s3://, gs://, az://), where versions "
         "are published; default: weights/ in the report, where all is on one machine (disk-delta only)",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from miles_plugin.weight_transfer.disk_delta.materialize import Materializer
 
 _PROG = "miles-mooncake materialize"
-_POLL_SECONDS = 0.5
+_POLL_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 30.0
 
 
 def materialize_parser() -> argparse.ArgumentParser:
@@ -76,6 +76,7 @@ def run_materialize(argv: Sequence[str]) -> None:
 
     Raises:
         ConfigError, IntegrityError, ObjectNotFound, StoreUnavailable: as `Materializer` does.
+        EngineError: an engine did not load the version.
     """
     from miles_plugin.weight_transfer.disk_delta.materialize import Materializer
     from miles_plugin.weight_transfer.disk_delta.readers import check_reader_id
@@ -87,7 +88,8 @@ def run_materialize(argv: Sequence[str]) -> None:
     check_reader_id(arguments.reader)
     if arguments.load and not arguments.engines:
         raise ConfigError("--load: no engine is named; add --engine host:port")
-    host = _Host(Materializer(open_storage(arguments.source), arguments.local, arguments.base), arguments)
+    storage = open_storage(arguments.source, make=False)
+    host = _Host(Materializer(storage, arguments.local, arguments.base), arguments)
     if arguments.verify:
         host.verify()
     elif arguments.follow:
@@ -101,12 +103,13 @@ class _Host:
 
     def __init__(self, materializer: Materializer, arguments: argparse.Namespace) -> None:
         self._materializer, self._arguments = materializer, arguments
+        self._loaded: dict[str, tuple[int, Path]] = {}  # by engine
 
     def bring(self, version: int | None) -> None:
         made = self._materializer.bring_to(version)
+        self._materializer.report(self._arguments.reader, self._arguments.engines)
         if self._arguments.load:
             self._load(made.version, made.path)
-        self._materializer.report(self._arguments.reader, self._arguments.engines)
         self._say(
             f"version {made.version} in {made.path}: {nbytes(made.bytes_read)} read, "
             f"{', '.join(f'{phase} {seconds(took)}' for phase, took in made.seconds.items() if took)}"
@@ -119,16 +122,23 @@ class _Host:
         )
 
     def follow(self) -> None:
-        """Bring every new version. What cannot be brought is reported, and tried again when there is a newer one, or
-        when the place answers again."""
-        seen, problem = None, ""
+        """Bring every new version. What cannot be brought is reported, and tried again: at once when there is a newer
+        one, else less and less often."""
+        from miles_plugin.engines.sglang import EngineError
+
+        seen: int | None = -1
+        tried, problem, pause, retry_at = seen, "", _POLL_SECONDS, 0.0
         while True:
             try:
                 newest = self._materializer.newest()
-                if newest != seen or problem:
+                if newest != tried:
+                    pause, retry_at = _POLL_SECONDS, 0.0
+                if (newest != seen or problem) and time.monotonic() >= retry_at:
+                    tried = newest
                     self.bring(None)
-                    seen, problem = newest, ""
-            except (IntegrityError, ObjectNotFound, StoreUnavailable) as error:
+                    seen, problem, pause = newest, "", _POLL_SECONDS
+            except (EngineError, IntegrityError, ObjectNotFound, StoreUnavailable) as error:
+                retry_at, pause = time.monotonic() + pause, min(2 * pause, _LONGEST_PAUSE_SECONDS)
                 if str(error) != problem:
                     problem = str(error)
                     self._say(f"problem: {error}", problem=problem)
@@ -152,19 +162,36 @@ class _Host:
         )
 
     def _load(self, version: int, path: Path) -> None:
-        from miles_plugin.engines.sglang import SGLangEngine
-        from miles_plugin.weight_transfer.disk_delta.transport import LOAD_SECONDS
+        """Let all engines load it that have not; those that fail stay paused, and do not keep the others from it."""
+        from miles_plugin.engines.sglang import EngineError
 
+        failed = []
         for address in self._arguments.engines:
-            engine = SGLangEngine(f"http://{address}")
+            if self._loaded.get(address) == (version, path):
+                continue
+            self._loaded.pop(address, None)
             try:
-                engine.pause("retract")
-                engine.flush_cache()
-                engine.load_checkpoint(str(path), LOAD_SECONDS)
-                engine.stamp(version)
-                engine.resume()
-            finally:
-                engine.close()
+                _load(address, version, path)
+                self._loaded[address] = version, path
+            except EngineError as error:
+                failed.append(str(error))
+        if failed:
+            raise EngineError(f"version {version} is not loaded by {len(failed)} engines: {'; '.join(failed)}")
 
     def _say(self, text: str, **facts: object) -> None:
         print(json.dumps(facts) if self._arguments.json else text, flush=True)
+
+
+def _load(address: str, version: int, path: Path) -> None:
+    from miles_plugin.engines.sglang import SGLangEngine
+    from miles_plugin.weight_transfer.disk_delta.transport import LOAD_SECONDS
+
+    engine = SGLangEngine(f"http://{address}")
+    try:
+        engine.pause("retract")
+        engine.flush_cache()
+        engine.load_checkpoint(str(path), LOAD_SECONDS)
+        engine.stamp(version)
+        engine.resume()
+    finally:
+        engine.close()

@@ -88,15 +88,18 @@ def processes(config: TrainConfig, plan: Plan) -> list[PlannedProcess]:
         planned.append(PlannedProcess(ROLLOUT_NODE, "SGLang engine", engines, memory, "HTTP, internal"))
     ranks = config.actor_num_gpus_per_node
     trained = _TRAINED_PER_CHECKPOINT_BYTE * weights // config.world_size
-    is_p2p = config.update_weight_transfer_mode == "p2p"
-    # What weights are sent from: two pieces of memory, of the one rank that broadcasts, or of each.
+    is_p2p, is_delta = (config.update_weight_transfer_mode == mode for mode in ("p2p", "disk-delta"))
+    # What weights are sent from: two pieces of memory, of the one rank that broadcasts, or of each; a rank that
+    # publishes has its share as it was, and what changed, in the host's memory.
     sent_from = 2 * min(_STAGE * _MB if is_p2p else config.update_weight_buffer_size, weights)
+    if is_delta:
+        sent_from = 2 * _checkpoint_bytes(config.hf_checkpoint) // config.world_size
     for index in range(config.actor_num_nodes):
         node = trainer_node(index)
         if starts_ray:
             planned.append(PlannedProcess(node, "Ray node", 1, _NODE * _MB + OBJECT_STORE_BYTES, "raylet, agents"))
         rank_bytes = ranks * (_RANK * _MB + trained)
-        rank_bytes += sent_from * (ranks if is_p2p else index == 0)
+        rank_bytes += sent_from * (ranks if is_p2p or is_delta else index == 0)
         planned.append(PlannedProcess(node, "trainer rank", ranks, rank_bytes, "Ray, gloo or NCCL, Mooncake"))
     return planned
 

@@ -43,7 +43,7 @@ def check(config: TrainConfig) -> Plan:
     if config.update_weight_transfer_mode == "disk-delta":
         from miles_plugin.weight_transfer.disk_delta.opened import check_settings
 
-        check_settings(config)
+        check_settings(config, resume)
     check_data(config, resume.progress.manager if resume else None)
     check_routed_experts(config)
     if config.ray_address is not None:

@@ -10,6 +10,11 @@ from transformers import AutoConfig
 from miles_plugin.engines.fleet import EngineAddress, Left
 from miles_plugin.engines.sglang import SGLangEngine
 from miles_plugin.weight_transfer.broadcast import Broadcaster
+from miles_plugin.weight_transfer.disk_delta.hosts import EngineHosts
+from miles_plugin.weight_transfer.disk_delta.materialize import Materializer
+from miles_plugin.weight_transfer.disk_delta.publish import Publisher
+from miles_plugin.weight_transfer.disk_delta.storage import open_storage
+from miles_plugin.weight_transfer.disk_delta.transport import DeltaTransport
 from miles_plugin.weight_transfer.equality import Expected, compare
 from miles_plugin.weight_transfer.layout import Layout
 from miles_plugin.weight_transfer.p2p import PeerWriter
@@ -63,6 +68,30 @@ def writing(
         "127.0.0.1", 0, 1, layouts(checkpoint), timeout=bounds.bucket, stage_bytes=BUCKET_BYTES, bounds=bounds
     )
     return Updater(transport, Ranks(), versions, pause_mode, prove=prove, bounds=bounds)
+
+
+def publishing(
+    versions: Authority,
+    checkpoint: Path,
+    root: Path,
+    pause_mode: str = "retract",
+    bounds: Bounds = BOUNDS,
+    prove: Callable[[], Proof] | None = None,
+) -> Updater:
+    """An updater that publishes below `root` from this process, the only trainer rank, where engines of `checkpoint`
+    have their own, too."""
+    transport = delta_transport(checkpoint, root, bounds=bounds)
+    return Updater(transport, Ranks(), versions, pause_mode, prove=prove, delivery=transport, bounds=bounds)
+
+
+def delta_transport(
+    checkpoint: Path, root: Path, rank: int = 0, size: int = 1, bounds: Bounds = BOUNDS
+) -> DeltaTransport:
+    """Of one trainer rank; rank 0's comes first."""
+    storage = open_storage(root / "published")
+    publisher = Publisher(storage, rank, size, "sparse", "xxh3-128", checkpoint, anchor_every=3)
+    hosts = EngineHosts(storage, Materializer(storage, root / "local", checkpoint), bounds.bucket, bounds.answer)
+    return DeltaTransport(storage, publisher, hosts.bring_to, load_seconds=bounds.call)
 
 
 def layouts(checkpoint: Path) -> Callable[[int], Layout]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -30,6 +30,7 @@ from miles_plugin.engines.fleet import EngineAddress, Left
 from miles_plugin.engines.sglang import EngineError, SGLangEngine
 from miles_plugin.weight_transfer.ranks import Ranks, Steps
 from miles_plugin.weight_transfer.sources import NamedTensor, Source
+from mooncake_store.errors import StoreError
 
 Result = TypeVar("Result")
 PHASES = ("prepare", "pause", "flush", "transfer", "verify", "activate", "resume", "converge")
@@ -287,7 +288,8 @@ class _Update:
                 sent = ranks.take(self._steps, "send all")
             delivered = delivery.deliver(version, sent, self._engines)
         except BaseException:
-            delivery.abandon(version)
+            with suppress(StoreError):  # the place may be what failed; what is left there does no harm
+                delivery.abandon(version)
             raise
         self._drop("transfer", delivered.failed)
         return delivered.nbytes, delivered.of

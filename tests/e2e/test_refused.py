@@ -59,7 +59,14 @@ def test_an_external_engine_that_is_none(does: str, tmp_path: Path, marked: Mark
     ("arguments", "expected"),
     [
         (["--rollout-external"], "rollout_external=True: no engine is named"),
-        (["--update-weight-transfer-mode", "disk-delta"], "disk-delta.* is not supported yet"),
+        (
+            ["--update-weight-transfer-mode", "disk-delta", "--ray-address", "127.0.0.1:1"],
+            "disk-delta with ray_address=127.0.0.1:1: .*update-weight-disk-dir",
+        ),
+        (
+            ["--update-weight-transfer-mode", "disk-delta", "--custom-update-weight-post-write-path", "nowhere.hook"],
+            "custom_update_weight_post_write_path=nowhere.hook: there is no module 'nowhere'.* from the command line",
+        ),
         (["--num-rolout", "3"], "--num-rollout"),
         (["--rollout-batch-size", "7"], "rollout_batch_size=7 .*rollout_batch_size from the command line"),
         (["--hf-checkpoint", "/nowhere"], "hf_checkpoint=/nowhere"),
@@ -78,6 +85,17 @@ def test_an_external_engine_that_is_none(does: str, tmp_path: Path, marked: Mark
 )
 def test_a_wrong_setting(arguments: list[str], expected: str, tmp_path: Path, marked: Marked) -> None:
     assert re.search(expected, refused(arguments, tmp_path, marked))
+
+
+def test_a_checkpoint_of_which_engines_can_have_no_delta(tmp_path: Path, marked: Marked) -> None:
+    policy = make_checkpoint(tmp_path / "policy", seed=0)
+    (policy / "model.safetensors").rename(policy / "pytorch_model.bin")
+    (tmp_path / "empty").mkdir()
+    arguments = ["--hf-checkpoint", str(policy), "--update-weight-transfer-mode", "disk-delta"]
+    message = refused(arguments, tmp_path / "empty", marked)
+    assert re.search(
+        r"hf_checkpoint=\S+policy: no \*\.safetensors there.*use --update-weight-transfer-mode broadcast", message
+    )
 
 
 def test_the_variable_that_is_not_read(tmp_path: Path, marked: Marked, monkeypatch: pytest.MonkeyPatch) -> None:

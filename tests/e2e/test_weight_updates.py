@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from miles_plugin.cli import main
 from miles_plugin.engines.launch import EngineSpec, RunningEngine, command, environment, start_engines
@@ -23,8 +24,10 @@ from tests.e2e.jobs import SMALL, Marked, await_output, read_report, run, runnin
 from tests.e2e.test_resume import check_versions
 
 pytestmark = [pytest.mark.integration, pytest.mark.e2e]
-MODES = ("broadcast", "p2p")
-TWO_ENGINES = [*SMALL, "--rollout-num-gpus", "2", "--check-weight-update-equal"]
+MODES = ("broadcast", "p2p", "disk-delta")
+# Weights that change also where no answer of a policy so small is right.
+CHANGING = ["--lr", "0.001", "--weight-decay", "1"]
+TWO_ENGINES = [*SMALL, *CHANGING, "--rollout-num-gpus", "2", "--check-weight-update-equal"]
 
 
 def updates_of(report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -52,15 +55,20 @@ def test_every_update_is_proven_on_every_engine(mode: str, checkpoint: Path, tmp
     report = read_report(tmp_path / "run")
     updates = updates_of(report)
     assert [update["version"] for update in updates] == [0, 1, 2]
-    assert len({update["nbytes"] for update in updates}) == 1
+    of_all = sum(tensor.nbytes for tensor in load_file(checkpoint / "model.safetensors").values())
+    if mode == "disk-delta":
+        assert updates[0]["density"] == 0, "engines start from what the trainer does"
+        assert all(0 < update["density"] < 1 for update in updates[1:])
+        assert all(update["density"] == update["nbytes"] / of_all for update in updates)
+    else:
+        assert {(update["nbytes"], update["density"]) for update in updates} == {(of_all, 1.0)}
     for update in updates:
         assert set(update["seconds"]) == set(PHASES)
         assert all(update["seconds"][phase] > 0 for phase in ("prepare", "transfer", "verify", "converge"))
         assert (len(set(update["engines"])), update["left"]) == (2, [])
         assert update["proven"] == parameters(checkpoint)
-        assert (update["density"], update["nbytes"] > 0) == (1.0, True)
-    for step in steps_of(report):
-        assert step["nbytes"]["update"] == updates[0]["nbytes"]
+    for step, update in zip(steps_of(report), updates[1:], strict=True):
+        assert step["nbytes"]["update"] == update["nbytes"]
         assert step["requested_version"] == step["served_version"] - 1
         assert all(shard["put_digest"] == shard["got_digest"] for shard in step["shards"])
     check_versions(report)
@@ -140,7 +148,7 @@ def test_an_engine_that_runs_by_itself_may_join_late_and_be_restarted_and_outliv
     output = tmp_path / "output"
     servers = Servers(checkpoint, tmp_path)
     arguments = [
-        *SMALL, "--check-weight-update-equal", "--num-rollout", "100000", "--hf-checkpoint", str(checkpoint),
+        *SMALL, *CHANGING, "--check-weight-update-equal", "--num-rollout", "100000", "--hf-checkpoint", str(checkpoint),
         "--report", str(tmp_path / "run"), "--update-weight-transfer-mode", mode, "--rollout-external",
         "--rollout-external-engine-addrs", servers.addresses[0],
     ]  # fmt: skip
@@ -182,14 +190,14 @@ def await_condition(holds: Callable[[], bool], seconds: float = 120) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("mode", "rank"), [("broadcast", 1), ("p2p", 0)])
+@pytest.mark.parametrize(("mode", "rank"), [("broadcast", 1), ("p2p", 0), ("disk-delta", 1)])
 def test_versions_go_on_above_after_a_trainer_rank_died_in_an_update(
     mode: str, rank: int, checkpoint: Path, tmp_path: Path, marked: Marked
 ) -> None:
     saved, output = tmp_path / "saved", tmp_path / "output"
     arguments = [
-        *SMALL, "--hf-checkpoint", str(checkpoint), "--save", str(saved), "--load", str(saved), "--save-interval", "1",
-        "--update-weight-transfer-mode", mode,
+        *SMALL, *CHANGING, "--hf-checkpoint", str(checkpoint), "--save", str(saved), "--load", str(saved),
+        "--save-interval", "1", "--update-weight-transfer-mode", mode,
     ]  # fmt: skip
     versions = VersionLog(saved / "versions")
 

@@ -57,12 +57,12 @@ class Source:
             self.bytes_read += len(data)
         return data
 
-    def latest(self) -> int:
-        """The newest version; 0 when none was published. Raises IntegrityError, PublicationUnavailable."""
+    def newest(self) -> int | None:
+        """The newest version; None when none was published. Raises IntegrityError, PublicationUnavailable."""
         try:
             text = bytes(self.read(LATEST)).decode(errors="replace").strip()
         except FileNotFoundError:
-            return 0
+            return None
         version = parse_version_text(text)
         if version is None:
             raise IntegrityError(f"{LATEST} says {text!r:.40}; allowed: a version as six digits; publish once more")

@@ -9,7 +9,6 @@ from a copy of the complete slot, from the newest full version, from the base ch
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -35,7 +34,6 @@ from mooncake_store.errors import ConfigError, IntegrityError
 WAIT_SECONDS = 600.0
 # Deltas that are in memory at once, of a reader that is far behind; the decoder takes no more in one pass either.
 FOLD = codec.FOLD
-_READER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 _NAMED = 3  # tensors in a message
 
 
@@ -91,7 +89,8 @@ class Materializer:
             raise ConfigError(f"threads={threads}: at least 1")
         if base.resolve() in (local.resolve(), *local.resolve().parents):
             raise ConfigError(f"local={local} is the base checkpoint {base}, or in it; name a directory elsewhere")
-        self.local, self.base = local, base
+        # Engines, whose working directories are others, are told where it is.
+        self.local, self.base = local.absolute(), base
         self._storage, self._threads, self._pre_read, self._wait_seconds = storage, threads, pre_read, wait_seconds
         self._opened: tuple[Checkpoint, Slots] | None = None
         self._confirmed: set[tuple[str, int]] = set()
@@ -113,10 +112,8 @@ class Materializer:
 
     def exposed(self) -> tuple[int, Path] | None:
         """The version that engines see, and where; None before the first."""
-        with reported(self.local):
-            _, slots = self._open()
-            slot = slots.exposed()
-            return None if slot is None else (max(slot.record.version, 0), slot.path)
+        slot = self._seen()
+        return None if slot is None else (max(slot.record.version, 0), slot.path)
 
     def verify(self) -> list[str]:
         """Names of the tensors that engines see and that are not as they were written: a disk has lost bits.
@@ -138,9 +135,9 @@ class Materializer:
                 slots.begin(slot.name, slot.record.version, slot.record.version, slot.record.checksums)
             return damaged
 
-    def newest(self) -> int:
-        """The newest version that is published; 0 if there is none yet."""
-        return Source(self._storage).latest()
+    def newest(self) -> int | None:
+        """The newest version that is published; None if there is none yet."""
+        return Source(self._storage).newest()
 
     def report(self, reader_id: str, engines: Sequence[str] = (), problem: str = "") -> None:
         """Tell the publisher how far this reader is, so that what it still needs is kept, and engines are not told to
@@ -151,11 +148,17 @@ class Materializer:
             engines: host:port of those that load what is here. problem: why it is not further.
         """
         check_reader_id(reader_id)
-        there = self.exposed()
-        if there is None:
+        slot = self._seen()
+        if slot is None:
             raise ConfigError(f"reader {reader_id} has no version in {self.local} yet; call bring_to first")
-        version, path = there
-        write_report(self._storage, reader_id, ReaderReport(version, str(path), tuple(engines), problem))
+        version, is_base = max(slot.record.version, 0), slot.record.version == BASE
+        write_report(self._storage, reader_id, ReaderReport(version, str(slot.path), tuple(engines), problem, is_base))
+
+    def _seen(self) -> Slot | None:
+        """The slot that engines see."""
+        with reported(self.local):
+            _, slots = self._open()
+            return slots.exposed()
 
     def _open(self) -> tuple[Checkpoint, Slots]:
         if self._opened is None:
@@ -184,7 +187,7 @@ class _Update:
 
     def bring_to(self, version: int | None) -> Materialized:
         with self._timed("find"):
-            target = self._source.latest() if version is None else version
+            target = (self._source.newest() or 0) if version is None else version
             self._complete, self._slot = self._sound(self._complete), self._sound(self._slot)
             for slot in (self._complete, self._slot):
                 if slot is not None and slot.record.applying is None and slot.record.version == target:

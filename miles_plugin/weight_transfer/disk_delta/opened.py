@@ -8,12 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from miles_plugin.arguments import TrainConfig
+from miles_plugin.checkpoint import VERSIONS, Resume, check_writable
 from miles_plugin.rollout.custom import arguments
 from miles_plugin.rollout.functions import CustomFunctionError, describe, load_function
+from miles_plugin.version import newest_version as numbers_used
+from miles_plugin.weight_transfer.disk_delta.base import BaseCheckpoint
 from miles_plugin.weight_transfer.disk_delta.format import version_name
+from miles_plugin.weight_transfer.disk_delta.hashes import hash_maker
 from miles_plugin.weight_transfer.disk_delta.hosts import EngineHosts
 from miles_plugin.weight_transfer.disk_delta.materialize import Materializer
+from miles_plugin.weight_transfer.disk_delta.prune import newest_version
 from miles_plugin.weight_transfer.disk_delta.publish import Publisher
+from miles_plugin.weight_transfer.disk_delta.split import DTYPES
 from miles_plugin.weight_transfer.disk_delta.storage import open_storage
 from mooncake_store.errors import ConfigError
 
@@ -64,8 +70,8 @@ def post_write(config: TrainConfig, run_dir: Path, base: Path) -> Callable[[str,
     return lambda version, engines: call(f"{place}/{version}", list(engines))
 
 
-def check_settings(config: TrainConfig) -> None:
-    """Raise ConfigError for what a job cannot start with."""
+def check_settings(config: TrainConfig, resume: Resume | None = None) -> None:
+    """Raise ConfigError for what a job cannot start with, PublicationUnavailable for a place that does not answer."""
     if config.ray_address is not None and config.update_weight_disk_dir is None:
         raise ConfigError(
             f"update_weight_transfer_mode=disk-delta with ray_address={config.ray_address}: hosts need a place that "
@@ -76,9 +82,48 @@ def check_settings(config: TrainConfig) -> None:
             f"hf_checkpoint={config.hf_checkpoint}: no *.safetensors there, of which disk-delta makes the engines' own "
             "checkpoint; save it as safetensors, or use --update-weight-transfer-mode broadcast"
         )
+    if config.hf_checkpoint is not None:
+        _check_numbers(config.hf_checkpoint)
     for setting, parameters in ((_WROTE_SETTING, WROTE), (_READS_SETTING, READS)):
         if (path := getattr(config, setting)) is not None:
             load_function(setting, path, parameters)
+    hash_maker(config.update_weight_delta_checksum)
+    if config.ray_address is None and config.update_weight_local_checkpoint_dir is not None:
+        check_writable("update_weight_local_checkpoint_dir", config.update_weight_local_checkpoint_dir)
+    if config.update_weight_disk_dir is not None:
+        _check_place(config, config.update_weight_disk_dir, resume)
+
+
+def _check_numbers(checkpoint: Path) -> None:
+    """Deltas are of what trainers send: a checkpoint in another dtype cannot be brought to that."""
+    from miles_plugin.training.policy import WEIGHT_DTYPE
+
+    wanted = DTYPES[WEIGHT_DTYPE]
+    found = sorted({dtype for dtype, _ in BaseCheckpoint(checkpoint).layout.values()})
+    if wanted not in found:
+        raise ConfigError(
+            f"hf_checkpoint={checkpoint}: its weights are {' and '.join(found)}, the trainers send {wanted}, and "
+            f"disk-delta changes them in place; save it as {wanted}, or use --update-weight-transfer-mode broadcast"
+        )
+
+
+def _check_place(config: TrainConfig, place: str, resume: Resume | None) -> None:
+    if place.startswith("memory:"):
+        raise ConfigError(f"update_weight_disk_dir={place}: each process has its own; name a directory or s3://, gs://")
+    if "://" not in place:
+        check_writable("update_weight_disk_dir", Path(place))
+        if not Path(place).is_dir():
+            return
+    newest = newest_version(open_storage(place))
+    used = max(
+        -1 if resume is None else resume.newest_version(),
+        -1 if config.save is None else numbers_used(config.save / VERSIONS),
+    )
+    if newest is not None and newest > used:
+        raise ConfigError(
+            f"update_weight_disk_dir={place} holds version {newest} of an earlier run, this one would begin with "
+            f"{used + 1}; name an empty place, or go on from that run (--load, or --save of it)"
+        )
 
 
 def _pre_read(config: TrainConfig, run_dir: Path, base: Path) -> Callable[[int], None] | None:

@@ -26,6 +26,7 @@ from miles_plugin.weight_transfer.disk_delta.format import (
     Index,
     nbytes_of,
     pack_index,
+    parse_version_text,
     version_name,
     version_text,
 )
@@ -35,12 +36,16 @@ from miles_plugin.weight_transfer.disk_delta.split import WeightsChanged
 from miles_plugin.weight_transfer.disk_delta.storage import Chunk, Draft, Storage
 from miles_plugin.weight_transfer.disk_delta.tensor_file import pack_header
 from miles_plugin.weight_transfer.sources import NamedTensor
-from mooncake_store.errors import ConfigError
+from mooncake_store.errors import ConfigError, StoreError
 
 # Of tensors that wait to be encoded; of a file of a full version, which readers may hold whole.
 WAITING_BYTES = 64 << 20
 FILE_BYTES = 512 << 20
 _BLOCK = 8 << 20
+
+
+class Superseded(StoreError):
+    """Another trainer has published a later version meanwhile: this one was taken over."""
 
 
 class State(StrEnum):
@@ -205,9 +210,11 @@ class Publisher:
 
         Raises:
             WeightsChanged: the ranks did not send the same tensors.
+            Superseded: another trainer has published since.
             FileExistsError: there is such a version.
         """
         self._check_shares(version, shares)
+        self._check_latest(version)
         layout = self._snapshot.split.layout
         model_bytes = sum(map(nbytes_of, layout.values()))
         states = {share.state for share in shares}
@@ -276,6 +283,18 @@ class Publisher:
             raise ConfigError(
                 f"version {version} cannot be published where there is version {self._newest} of an earlier run; "
                 "publish in an empty place, or resume that run"
+            )
+
+    def _check_latest(self, version: int) -> None:
+        """A trainer that hung, and wakes when another has taken its place, must not lead readers back."""
+        try:
+            latest = parse_version_text(bytes(self._storage.read(LATEST)).decode(errors="replace").strip())
+        except FileNotFoundError:
+            return
+        if latest is not None and latest > version:
+            raise Superseded(
+                f"version {version} cannot be published: version {latest} is there, which another trainer has "
+                "published; end this one, or let each publish in a place of its own"
             )
 
     def _check_shares(self, version: int, shares: Sequence[Share]) -> None:

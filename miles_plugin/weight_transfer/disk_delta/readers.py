@@ -1,8 +1,10 @@
 """What each host that reads versions says of itself: `readers/<id>.json` where they are published.
 
-    {"version": "000012", "path": "/local/slot-a", "engines": ["10.0.0.3:30000"], "problem": "", "at": "..."}
+    {"version": "000012", "path": "/local/slot-a", "engines": ["10.0.0.3:30000"], "problem": "", "base": false,
+     "at": "..."}
 
-The publisher keeps what the slowest still needs, and learns when an engine on another host can load a version. `at` is
+The publisher keeps what the slowest still needs, and learns when an engine on another host can load a version. `base`
+says that a reader at version 0 has what readers start from, which is not a version 0 that was published later. `at` is
 for people: clocks of hosts differ.
 """
 
@@ -24,12 +26,14 @@ _READER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 
 @dataclass(frozen=True)
 class ReaderReport:
-    """One reader. path: where engines find `version`. engines: host:port of each. problem: why it is not further."""
+    """One reader. path: where engines find `version`. engines: host:port of each. problem: why it is not further.
+    is_base: it has what readers start from, and nothing that was published."""
 
     version: int
     path: str
     engines: tuple[str, ...] = ()
     problem: str = ""
+    is_base: bool = False
 
 
 class _Written(msgspec.Struct):
@@ -37,6 +41,7 @@ class _Written(msgspec.Struct):
     path: str = ""
     engines: tuple[str, ...] = ()
     problem: str = ""
+    base: bool = False
     at: Any = ""
 
 
@@ -50,7 +55,8 @@ def write_report(storage: Storage, reader_id: str, report: ReaderReport) -> None
     """Say how far a reader is; raises ConfigError for its name, PublicationUnavailable."""
     check_reader_id(reader_id)
     at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    written = _Written(version_text(report.version), report.path, report.engines, report.problem, at)
+    version = version_text(report.version)
+    written = _Written(version, report.path, report.engines, report.problem, report.is_base, at)
     storage.replace(f"{READERS}/{reader_id}.json", msgspec.json.encode(written))
 
 
@@ -65,5 +71,5 @@ def read_reports(storage: Storage) -> dict[str, ReaderReport]:
         version = parse_version_text(written.version)
         if version is not None:
             reader = name.removeprefix(f"{READERS}/").removesuffix(".json")
-            reports[reader] = ReaderReport(version, written.path, written.engines, written.problem)
+            reports[reader] = ReaderReport(version, written.path, written.engines, written.problem, written.base)
     return reports

@@ -76,17 +76,18 @@ class Storage(Protocol):
         """Remove a version, its index first: from then on it does not exist. Idempotent."""
 
 
-def open_storage(place: str | Path) -> Storage:
-    """A directory, which is made if need be, or an object store: s3://, gs://, az://, memory://.
+def open_storage(place: str | Path, make: bool = True) -> Storage:
+    """A directory, which is made if need be and if `make`, or an object store: s3://, gs://, az://, memory://.
 
     Raises:
-        ConfigError: the directory cannot be made, the URL is of no known kind, or obstore is not installed.
+        ConfigError: the directory is not there or cannot be made, the URL is of no known kind, or obstore is not
+            installed.
     """
     kind, _, rest = str(place).partition("://")
     if not rest and kind != "memory" and "://" not in str(place):
-        return DirectoryStorage(Path(place))
+        return DirectoryStorage(Path(place), make)
     if kind == "file":
-        return DirectoryStorage(Path(rest))
+        return DirectoryStorage(Path(rest), make)
     from miles_plugin.weight_transfer.disk_delta.object_storage import open_object_storage
 
     return open_object_storage(str(place))
@@ -104,12 +105,19 @@ class DirectoryStorage:
 
     Whatever returned has reached the disk: files, and the directories with their names.
 
+    Args:
+        make: it, if it is not there.
+
     Raises:
-        ConfigError: it cannot be made.
+        ConfigError: it is not there, or cannot be made.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, make: bool = True) -> None:
         self.root = root
+        if not make and not root.is_dir():
+            raise ConfigError(
+                f"{root}: no such directory; mount it, start the job that publishes there, or make it first"
+            )
         try:
             _make(root)
         except OSError as error:

@@ -3,6 +3,7 @@ of their own to it, and the engines load that."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from miles_plugin.engines.fleet import EngineAddress
@@ -14,11 +15,13 @@ from miles_plugin.weight_transfer.disk_delta.readers import read_reports
 from miles_plugin.weight_transfer.disk_delta.storage import Storage
 from miles_plugin.weight_transfer.sources import NamedTensor
 from miles_plugin.weight_transfer.transfer import Delivered, Sent
+from mooncake_store.errors import StoreUnavailable
 
 # Seconds that an engine may take to load a checkpoint.
 LOAD_SECONDS = 600.0
 # Versions that stay beside what readers need, and that a reader may be behind before it has to take a whole one.
 KEEP_VERSIONS, MOST_BEHIND = 2, 200
+_log = logging.getLogger(__name__)
 
 
 class DeltaTransport:
@@ -28,7 +31,7 @@ class DeltaTransport:
         bring: has the engines' hosts (URLs) brought to a version, or to what they start from; see `EngineHosts`.
         wrote: called on rank 0 when a version is published, with its directory's name and the engines' URLs, before
             they get it.
-        budget: bytes that published versions may take.
+        budget: bytes that published versions may take. load_seconds: that an engine may take to load one.
     """
 
     def __init__(
@@ -38,9 +41,10 @@ class DeltaTransport:
         bring: Callable[[int | None, Sequence[str]], Brought],
         wrote: Callable[[str, Sequence[str]], None] | None = None,
         budget: int | None = None,
+        load_seconds: float = LOAD_SECONDS,
     ) -> None:
         self._storage, self._publisher, self._bring, self._wrote = storage, publisher, bring, wrote
-        self._budget = budget
+        self._budget, self._load_seconds = budget, load_seconds
         self._version = -1
         self._paths: Mapping[str, str] = {}
 
@@ -78,7 +82,7 @@ class DeltaTransport:
         """Raises EngineError, with what to look for where the directory may be another host's."""
         path = self._paths[engine.url]
         try:
-            engine.load_checkpoint(path, LOAD_SECONDS)
+            engine.load_checkpoint(path, self._load_seconds)
         except EngineError as error:
             raise EngineError(
                 f"{error}; it was told to load {path}, on its own host: an engine on a host without a trainer's "
@@ -90,7 +94,13 @@ class DeltaTransport:
         self._publisher.close()
 
     def _prune(self, published: Published) -> None:
-        """Only what lies before a version that is whole can go."""
-        if published.is_published and published.base is None:
+        """Only what lies before a version that is whole can go. Engines have theirs, whatever comes of this."""
+        if not published.is_published or published.base is not None:
+            return
+        try:
             readers = {reader: report.version for reader, report in read_reports(self._storage).items()}
             self._publisher.prune(KEEP_VERSIONS, readers, MOST_BEHIND, self._budget)
+        except StoreUnavailable as error:
+            _log.warning(
+                "older versions stay until version %s is followed by another whole one: %s", published.version, error
+            )

@@ -20,6 +20,7 @@ from miles_plugin.engines.fleet import EngineAddress, Left
 from miles_plugin.version import VersionAuthority, VersionFenced, WriterRefused, newest_version
 from miles_plugin.version_owner import Owner
 from miles_plugin.weight_transfer.broadcast import Bystander
+from miles_plugin.weight_transfer.disk_delta.transport import DeltaTransport
 from miles_plugin.weight_transfer.p2p import PeerWriter
 from miles_plugin.weight_transfer.ranks import Ranks
 from miles_plugin.weight_transfer.sources import NamedTensor
@@ -29,7 +30,7 @@ from tests.integration.plugin.test_weight_faults import BOUNDS, Engines, assert_
 from tests.integration.plugin.test_weight_faults import checkpoint as checkpoint  # fixtures
 from tests.integration.plugin.test_weight_faults import engines as engines
 from tests.integration.plugin.test_weight_faults import started as started
-from tests.weight_updates import broadcasting, constant, layouts, writing
+from tests.weight_updates import broadcasting, constant, delta_transport, layouts, publishing, writing
 
 pytestmark = pytest.mark.integration
 SECONDS = 60.0
@@ -61,12 +62,16 @@ class Asked:
         return answer
 
 
-def train(connection: Connection, mode: str, checkpoint: Path, addresses: list[EngineAddress]) -> None:
+def train(connection: Connection, mode: str, checkpoint: Path, root: Path, addresses: list[EngineAddress]) -> None:
     """One update; says how it ended."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     versions = Asked(connection)
-    make: Any = broadcasting if mode == "broadcast" else lambda versions, **more: writing(versions, checkpoint, **more)
-    updater = make(versions, bounds=BOUNDS)
+    if mode == "broadcast":
+        updater = broadcasting(versions, bounds=BOUNDS)
+    elif mode == "disk-delta":
+        updater = publishing(versions, checkpoint, root, bounds=BOUNDS)
+    else:
+        updater = writing(versions, checkpoint, bounds=BOUNDS)
     try:
         updater.update(lambda: constant(checkpoint, versions.version), addresses)
         connection.send(("done", ()))
@@ -79,10 +84,12 @@ def train(connection: Connection, mode: str, checkpoint: Path, addresses: list[E
 class Trainer:
     """A trainer in a process, and what the manager answers it."""
 
-    def __init__(self, name: str, authority: VersionAuthority, mode: str, checkpoint: Path, engines: Engines) -> None:
+    def __init__(
+        self, name: str, authority: VersionAuthority, mode: str, checkpoint: Path, root: Path, engines: Engines
+    ) -> None:
         self.name, self._authority = name, authority
         self._connection, child = _SPAWN.Pipe()
-        self.process = _SPAWN.Process(target=train, args=(child, mode, checkpoint, engines.addresses()))
+        self.process = _SPAWN.Process(target=train, args=(child, mode, checkpoint, root, engines.addresses()))
         self.process.start()
 
     def serve(self, until: str) -> tuple[Any, ...]:
@@ -124,12 +131,14 @@ def authority(tmp_path: Path) -> Iterator[VersionAuthority]:
         pytest.param("broadcast", "announce", marks=pytest.mark.slow),
         pytest.param("broadcast", "commit", marks=pytest.mark.slow),
         pytest.param("p2p", "announce", marks=pytest.mark.slow),
+        pytest.param("disk-delta", "announce", marks=pytest.mark.slow),
+        pytest.param("disk-delta", "commit", marks=pytest.mark.slow),
     ],
 )
 def test_versions_go_on_upward_when_the_trainer_dies_between_transfer_and_commit(
     mode: str, killed_at: str, authority: VersionAuthority, checkpoint: Path, engines: Engines, tmp_path: Path
 ) -> None:
-    first = Trainer("first", authority, mode, checkpoint, engines)
+    first = Trainer("first", authority, mode, checkpoint, tmp_path, engines)
     authority.register_trainer("first")
     assert first.serve(killed_at)[:2] == (killed_at, 0)
     first.end()
@@ -143,11 +152,16 @@ def test_versions_go_on_upward_when_the_trainer_dies_between_transfer_and_commit
     with pytest.raises(WriterRefused, match="first is registered"):
         authority.register_trainer("second")
     authority.register_trainer("second", takeover=True)
-    second = Trainer("second", authority, mode, checkpoint, engines)
+    second = Trainer("second", authority, mode, checkpoint, tmp_path, engines)
     assert second.serve("nothing") == ("done",)
     assert (authority.newest, authority.current, authority.committed) == (1, 1, 1)
     for index in (0, 1):
         assert engines.served(index) == ("1", [1.0])
+    if mode == "disk-delta":  # who comes anew does not know what the other one published last
+        published = tmp_path / "published"
+        assert (published / "latest").read_text() == "000001\n"
+        assert (published / "weight_v000001" / "config.json").is_file(), "a whole one"
+        assert not list(published.glob(".*"))
     with pytest.raises(VersionFenced, match="first may not commit version 0"):
         authority.commit(0, "first")
     second.end()
@@ -156,16 +170,19 @@ def test_versions_go_on_upward_when_the_trainer_dies_between_transfer_and_commit
     assert VersionAuthority(tmp_path / "versions", Owner.here("run")).current == 1
 
 
-@pytest.mark.parametrize("mode", ["broadcast", pytest.param("p2p", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mode",
+    ["broadcast", pytest.param("p2p", marks=pytest.mark.slow), pytest.param("disk-delta", marks=pytest.mark.slow)],
+)
 def test_a_trainer_that_was_taken_over_while_it_hung_cannot_commit(
-    mode: str, authority: VersionAuthority, checkpoint: Path, engines: Engines
+    mode: str, authority: VersionAuthority, checkpoint: Path, engines: Engines, tmp_path: Path
 ) -> None:
-    first = Trainer("first", authority, mode, checkpoint, engines)
+    first = Trainer("first", authority, mode, checkpoint, tmp_path, engines)
     authority.register_trainer("first")
     assert first.serve("commit")[:2] == ("commit", 0)
     first.signal(signal.SIGSTOP)
     authority.register_trainer("second", takeover=True)
-    second = Trainer("second", authority, mode, checkpoint, engines)
+    second = Trainer("second", authority, mode, checkpoint, tmp_path, engines)
     assert second.serve("nothing") == ("done",)
     first.signal(signal.SIGCONT)
     first.answer("commit", 0)
@@ -178,17 +195,26 @@ def test_a_trainer_that_was_taken_over_while_it_hung_cannot_commit(
     second.end()
 
 
-def take_part(rank: int, port: int, connection: Any, mode: str, checkpoint: Path, addresses: Any, dies: bool) -> None:
+def take_part(
+    rank: int, port: int, connection: Any, mode: str, checkpoint: Path, root: Path, addresses: Any, dies: bool
+) -> None:
     """One of two trainer ranks; the second may die in the midst of sending."""
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     versions = Asked(connection)
     ranks = Ranks(dist.new_group(backend="gloo"))
     transport: Transport
-    if mode == "p2p":
+    if mode == "disk-delta":
+        for turn in range(2):
+            if turn == rank:
+                transport = delta_transport(checkpoint, root, rank, 2, BOUNDS)
+            dist.barrier()
+    elif mode == "p2p":
         transport = PeerWriter("127.0.0.1", rank, 2, layouts(checkpoint), stage_bytes=1 << 20, bounds=BOUNDS)
     else:
         transport = broadcasting(versions, bounds=BOUNDS).transport if rank == 0 else Bystander()
-    updater = Updater(transport, ranks, versions if rank == 0 else None, "retract", bounds=BOUNDS)
+    delivery = transport if isinstance(transport, DeltaTransport) else None
+    authority = versions if rank == 0 else None
+    updater = Updater(transport, ranks, authority, "retract", delivery=delivery, bounds=BOUNDS)
 
     def source() -> Iterator[NamedTensor]:
         # The second rank is told the number by its value alone: all ranks have the same weights.
@@ -210,16 +236,21 @@ def take_part(rank: int, port: int, connection: Any, mode: str, checkpoint: Path
     os._exit(0)  # the group cannot be left in order when a rank has died
 
 
-@pytest.mark.parametrize("mode", ["p2p", pytest.param("broadcast", marks=pytest.mark.slow)])
-def test_a_trainer_rank_that_dies_ends_the_update_and_engines_stay_paused(
-    mode: str, authority: VersionAuthority, checkpoint: Path, engines: Engines
+@pytest.mark.parametrize(
+    "mode",
+    ["p2p", pytest.param("broadcast", marks=pytest.mark.slow), pytest.param("disk-delta", marks=pytest.mark.slow)],
+)
+def test_a_trainer_rank_that_dies_ends_the_update_and_engines_serve_no_mixture(
+    mode: str, authority: VersionAuthority, checkpoint: Path, engines: Engines, tmp_path: Path
 ) -> None:
     for name, dies in (("first", True), ("second", False)):
         authority.register_trainer(name, takeover=True)
         here, child = _SPAWN.Pipe()
         (port,) = free_ports(1)
         ranks = [
-            _SPAWN.Process(target=take_part, args=(rank, port, child, mode, checkpoint, engines.addresses(), dies))
+            _SPAWN.Process(
+                target=take_part, args=(rank, port, child, mode, checkpoint, tmp_path, engines.addresses(), dies)
+            )
             for rank in range(2)
         ]
         for process in ranks:

@@ -1,4 +1,4 @@
-"""Weight updates while engines fail, in every step and in every way, by broadcast and peer to peer.
+"""Weight updates while engines fail, in every step and in every way, by broadcast, peer to peer and disk-delta.
 
 The engines are stand-ins that fail when told to, with real process groups and real registered memory. Every element of
 an update's weights is its version, so that an engine which serves a mixture of two shows it.
@@ -21,7 +21,7 @@ from miles_plugin.engines.sglang import EngineError, SGLangEngine
 from miles_plugin.engines.stand_in.process import StandIn
 from miles_plugin.weight_transfer.transfer import Bounds, UpdateFailed, Updater, WeightUpdate
 from tests.integration.plugin.conftest import make_checkpoint
-from tests.weight_updates import Versions, broadcasting, constant, expecting, writing
+from tests.weight_updates import Versions, broadcasting, constant, expecting, publishing, writing
 
 pytestmark = pytest.mark.integration
 BOUNDS = Bounds(answer=3, call=3, join=3, bucket=3)
@@ -32,6 +32,7 @@ STEPS = {
     "/flush_cache": "flush",
     "/begin_weight_update": "begin",
     "/end_weight_update": "end",
+    "/update_weights_from_disk": "load",
     "/weights_checker": "verify",
     "/update_weight_version": "stamp",
     "/continue_generation": "resume",
@@ -39,11 +40,23 @@ STEPS = {
 MODES = {
     "broadcast": {"/init_weights_update_group": "prepare", "/update_weights_from_distributed": "transfer"},
     "p2p": {"/remote_instance_transfer_engine_info": "prepare"},
+    "disk-delta": dict[str, str](),
 }
+# How weights come in, and which steps there are for it.
+WRITTEN, LOADED = ("/begin_weight_update", "/end_weight_update"), ("/update_weights_from_disk",)
+
+
+def steps(mode: str) -> dict[str, str]:
+    others = WRITTEN if mode == "disk-delta" else LOADED
+    return {path: phase for path, phase in STEPS.items() if path not in others}
+
+
+# Of what takes long, disk-delta is in the long tests.
+MOSTLY = [pytest.param(mode, marks=pytest.mark.slow if mode == "disk-delta" else ()) for mode in MODES]
 CASES = [
     (mode, path, phase, do)
     for mode, own in MODES.items()
-    for path, phase in (STEPS | own).items()
+    for path, phase in (steps(mode) | own).items()
     for do in ("status", "drop", "die", "hang", "stop")
 ]
 # In every `make test`: each step once, and each way to fail.
@@ -54,6 +67,7 @@ QUICK = {
     ("p2p", "/continue_generation", "status"),
     ("p2p", "/pause_generation", "die"),
     ("p2p", "/weights_checker", "stop"),
+    ("disk-delta", "/update_weights_from_disk", "hang"),
 }
 
 
@@ -145,13 +159,15 @@ def engines(started: Engines) -> Iterator[Engines]:
 
 
 @pytest.fixture
-def open_updater(checkpoint: Path, engines: Engines) -> Iterator[Callable[..., Updater]]:
+def open_updater(checkpoint: Path, engines: Engines, tmp_path: Path) -> Iterator[Callable[..., Updater]]:
     opened: list[Updater] = []
 
     def make(mode: str, **more: Any) -> Updater:
         more = {"bounds": BOUNDS, "prove": expecting(checkpoint)} | more
         if mode == "broadcast":
             opened.append(broadcasting(engines.versions, **more))
+        elif mode == "disk-delta":
+            opened.append(publishing(engines.versions, checkpoint, tmp_path, **more))
         else:
             opened.append(writing(engines.versions, checkpoint, **more))
         return opened[-1]
@@ -221,14 +237,28 @@ def test_the_others_get_everything_again_when_one_dies_in_the_middle_of_a_broadc
     assert update.proven > 0
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["before", "during", "after"])
+def test_the_others_load_when_one_dies_while_it_loads(
+    when: str, engines: Engines, open_updater: Callable[..., Updater]
+) -> None:
+    updater = open_updater("disk-delta")
+    engines.update(updater)
+    engines.standing[0].fault("/update_weights_from_disk", "die", when=when)
+    update = engines.update(updater)
+    assert [left.phase for left in update.left] == ["load"]
+    assert engines.served(1) == (str(update.version), [float(update.version)])
+    assert update.proven > 0
+
+
+@pytest.mark.parametrize("mode", MOSTLY)
 def test_where_no_engine_is_left_the_update_fails_and_its_number_is_a_hole(
     mode: str, engines: Engines, open_updater: Callable[..., Updater]
 ) -> None:
     updater = open_updater(mode)
     before = engines.update(updater).version
     for each in engines.standing:
-        each.fault("/end_weight_update", "status")
+        each.fault((LOADED if mode == "disk-delta" else WRITTEN)[-1], "status")
     with pytest.raises(UpdateFailed) as caught:
         engines.update(updater)
     assert all(each.url in str(caught.value) for each in engines.standing)
@@ -249,7 +279,7 @@ def test_steps_come_in_order_and_none_resumes_before_all_are_stamped_and_the_man
     engines.update(updater)
     seen = [len(each.calls()) for each in engines.standing]
     engines.update(updater)
-    order = [path for path in [*STEPS] if path != "/model_info"]
+    order = [path for path in steps(mode) if path != "/model_info"]
     for each, before in zip(engines.standing, seen, strict=True):
         paths = [call["path"] for call in each.calls()[before:]]
         assert [path for path in dict.fromkeys(paths) if path in order] == order
@@ -266,7 +296,7 @@ def _began(engine: StandIn, path: str, after: int) -> float:
     return float(began)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", MOSTLY)
 def test_an_engine_that_was_started_anew_gets_no_request_before_it_has_the_newest_weights(
     mode: str, engines: Engines, open_updater: Callable[..., Updater]
 ) -> None:

@@ -152,6 +152,8 @@ def test_a_model_that_cannot_be_read_here_is_compared_by_its_architecture(checkp
         ({}, {}, {"mode": "p2p"}, "start_seed_via_transfer_engine=False, expected True .*-mode broadcast"),
         ({}, SEEDED | {"enable_lora": True}, {"mode": "p2p"}, "enable_lora=True, expected False .*-mode broadcast"),
         ({}, SEEDED | {"tp_size": 2}, {"mode": "p2p", "ranks": 2}, "rank 1 says no registered memory"),
+        ({}, {"enable_lora": True}, {"mode": "disk-delta"},
+         r"enable_lora=True, expected False \(update_weight_transfer_mode=disk-delta\): .*-mode broadcast"),
     ],
 )  # fmt: skip
 def test_an_engine_that_differs_is_refused(
@@ -172,6 +174,11 @@ def test_a_p2p_engine_with_all_its_memory_registered_is_taken(ranks: int, checkp
     with listening(sglang({"model_path": str(checkpoint)}, server, registered=ranks)) as address:
         (engine,) = attach([address], Expected(checkpoint, ranks, mode="p2p", device="cpu"))
         assert engine.ranks == ranks
+
+
+def test_a_disk_delta_engine_needs_nothing_registered_and_may_be_of_another_kind(checkpoint: Path) -> None:
+    with listening(sglang({"model_path": str(checkpoint)}, {"ep_size": 2, "device": "cuda"})) as address:
+        assert attach([address], Expected(checkpoint, 1, mode="disk-delta", device="cpu"))
 
 
 def test_lora_and_experts_over_ranks_are_fine_for_broadcast(checkpoint: Path) -> None:

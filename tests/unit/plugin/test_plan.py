@@ -83,6 +83,13 @@ def test_a_larger_checkpoint_needs_more_memory(tmp_path: Path, monkeypatch: pyte
             part = node, "SGLang engine" if node == "rollout_node" else "trainer rank"
             found = large[part].memory - tiny[part].memory
             assert found == pytest.approx(expected + buffers.get(node, 0), abs=0.02 * gib)
+    # Of disk-delta what was sent last, and what changed, also where the trainers' own weights are on GPUs.
+    flags = ["--hf-checkpoint", str(tmp_path), "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "2"]
+    config, checked = load_config(flags), preflight.check(load_config(flags))
+    less = {item.node: item.memory for item in plan.processes(config, checked)}
+    delta = load_config([*flags, "--update-weight-transfer-mode", "disk-delta"])
+    more = {item.node: item.memory - less[item.node] for item in plan.processes(delta, checked)}
+    assert (more["trainer_node_0"], more["trainer_node_1"]) == pytest.approx((gib, 2 * gib), abs=0.02 * gib)
 
 
 @pytest.mark.parametrize(

@@ -237,6 +237,22 @@ def test_the_progress_of_an_update_does_not_outlast_it(
     assert manager.progress() == (0, 0)
 
 
+def test_with_disk_delta_engines_hosts_have_a_checkpoint_from_the_start(
+    make: Callable[..., tuple[RolloutManager, MemoryStore]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager, _ = make("--update-weight-transfer-mode", "disk-delta")
+    local, urls = tmp_path / "0" / "checkpoint", [engine.url for engine in manager.engines()]
+    assert (local / "current" / "model.safetensors").is_file()
+    brought = manager.bring_weights(None, urls)
+    assert (brought.paths, brought.failed) == (dict.fromkeys(urls, str(local / "a")), {})
+    assert not caplog.text
+    (local / "a.json").write_text("{")
+    brought = manager.bring_weights(None, urls)
+    assert brought.paths.keys() == set(urls)
+    assert "version None: slot a, which engines read, is in doubt" in caplog.text
+    assert "there is no weight_v000003" in manager.bring_weights(3, urls).failed[urls[0]]
+
+
 def test_closing_is_idempotent(make: Callable[..., tuple[RolloutManager, MemoryStore]]) -> None:
     manager, _ = make("--task", "chain_sum")
     manager.generate(0)

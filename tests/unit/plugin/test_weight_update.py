@@ -13,7 +13,15 @@ from miles_plugin.engines.sglang import EngineError, SGLangEngine  # noqa: E402
 from miles_plugin.version import VersionFenced  # noqa: E402
 from miles_plugin.weight_transfer.equality import WeightsDiffer  # noqa: E402
 from miles_plugin.weight_transfer.ranks import RankFailed, Ranks  # noqa: E402
-from miles_plugin.weight_transfer.transfer import PHASES, Bounds, Sent, UpdateFailed, Updater, WeightUpdate  # noqa: E402
+from miles_plugin.weight_transfer.transfer import (  # noqa: E402
+    PHASES,
+    Bounds,
+    Delivery,
+    Sent,
+    UpdateFailed,
+    Updater,
+    WeightUpdate,
+)
 from tests.weight_updates import Versions  # noqa: E402
 
 A, B = "http://10.0.0.1:30000", "http://10.0.0.2:30000"
@@ -118,7 +126,7 @@ class FakeRanks(Ranks):
 
     def take(self, steps: Any, name: str, *arguments: Any) -> list[Any]:
         own = super().take(steps, name, *arguments)
-        return own + (list(self.others) if name == "send" else [{} for _ in self.others])
+        return own + (list(self.others) if name.startswith("send") else [{} for _ in self.others])
 
     def dismiss(self) -> None:
         self.dismissed += 1
@@ -127,11 +135,17 @@ class FakeRanks(Ranks):
 class Update:
     """An updater of two engines, and all that it did in order."""
 
-    def __init__(self, pause_mode: str = "retract", prove: bool = True, others: Sequence[Sent] = ()) -> None:
+    def __init__(
+        self,
+        pause_mode: str = "retract",
+        prove: bool = True,
+        others: Sequence[Sent] = (),
+        transport: type[FakeTransport] = FakeTransport,
+    ) -> None:
         self.versions = Versions(first=5)
         self.events = self.versions.events
         self.engines = {url: FakeEngine(url, self.events) for url in (A, B)}
-        self.transport, self.ranks = FakeTransport(self.events), FakeRanks(others)
+        self.transport, self.ranks = transport(self.events), FakeRanks(others)
         self.proofs: list[FakeProof] = []
         self.told: list[int] = []
         self.updater = Updater(
@@ -140,6 +154,7 @@ class Update:
             self.versions,
             pause_mode,
             prove=self._prove if prove else None,
+            delivery=cast(Delivery, self.transport) if hasattr(self.transport, "deliver") else None,
             progress=self.told.append,
             clients=cast(dict[str, SGLangEngine], dict(self.engines)),
         )
