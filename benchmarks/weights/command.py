@@ -13,7 +13,7 @@ from benchmarks.outcome import Outcome, tell
 from benchmarks.progress import Steps
 from benchmarks.recorder import Recorder
 from benchmarks.targets import check
-from benchmarks.weights import plot, report
+from benchmarks.weights import delta_command, plot, report
 from benchmarks.weights.settings import Case, Settings, resolve
 from benchmarks.weights.trainer import MODES
 from benchmarks.weights.turns import PROVEN, Stage, stage
@@ -31,6 +31,9 @@ def run(arguments: argparse.Namespace) -> None:
         ConfigError: a value that cannot be used.
         BenchFailed: a process failed, an engine held other weights, or with --check a target was missed.
     """
+    if arguments.deltas:
+        delta_command.run(arguments)
+        return
     settings = resolve(arguments)
     old = compare.read_same_load(arguments.compare, {case.name: settings.load(case) for case in settings.cases})
     if arguments.document:
