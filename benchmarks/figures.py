@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from miles_plugin.report.plot import PALE, STYLE
+from benchmarks.statistics import Spread
+from miles_plugin.report.plot import INK, PALE, STYLE
 
 SIZE_INCHES, DPI = (16, 9), 120
 # Of Okabe and Ito's palette; what is measured only as a limit is grey.
@@ -21,11 +22,30 @@ COLOURS = {
     "memcpy": "#6E6E6E",
     "raw": "#A8A8A8",
 }
-_OTHER = "#B07AA1"
+_OTHER, _LIMIT = "#B07AA1", "#A8A8A8"
 
 
 def colour_of(peer: str) -> str:
     return COLOURS.get(peer, _OTHER)
+
+
+def speed_bars(
+    axes: Any, shown: Sequence[str], rates: Mapping[str, Spread], colours: Mapping[str, str], labelled: bool
+) -> None:
+    """A bar for each name of `shown` that has a rate; those without a colour of their own are limits, and grey."""
+    axes.grid(axis="y", visible=False)
+    for place, name in enumerate(shown):
+        if name not in rates:
+            continue
+        median, low, high = rates[name]
+        axes.barh(place, median, color=colours.get(name, _LIMIT), height=0.72)
+        axes.plot([low, high], [place, place], color=INK, linewidth=1.2, solid_capstyle="butt")
+        axes.annotate(
+            f"{median:.2f}", (high, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=10
+        )
+    axes.set_yticks(range(len(shown)), shown if labelled else [""] * len(shown), fontsize=11)
+    axes.set_ylim(len(shown) - 0.4, -0.6)
+    axes.margins(x=0.15)
 
 
 def save(directory: Path, name: str, title: str, subtitle: str, paint: Callable[[Any], None]) -> Sequence[Path]:

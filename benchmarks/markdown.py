@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.measurements import Measurement
+from benchmarks.statistics import Cell, Seconds, Spread, spread_of
 from mooncake_store.errors import ConfigError
 
 
@@ -21,6 +22,26 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         return "| " + " | ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]) + " |"
 
     return "\n".join(map(line, [lines[0], rule, *lines[1:]]))
+
+
+def milliseconds(seconds: Seconds, cell: Cell) -> str:
+    """The median and its quartiles, of seconds; nothing where there are none."""
+    return ranged(spread_of(1000 * value for value in seconds[cell].values())) if cell in seconds else ""
+
+
+def rate(seconds: Seconds, cell: Cell, nbytes: int) -> str:
+    """GB/s at the median; nothing where there is none."""
+    return f"{nbytes / spread_of(seconds[cell].values()).median / 1e9:.2f}" if cell in seconds else ""
+
+
+def ranged(spread: Spread) -> str:
+    """A median with its quartiles in brackets."""
+    return f"{digits(spread.median)} ({digits(spread.low)} to {digits(spread.high)})"
+
+
+def digits(value: float) -> str:
+    """Three of them, without an exponent."""
+    return f"{value:.0f}" if value >= 100 else f"{value:#.3g}"
 
 
 def _marks(name: str) -> tuple[str, str]:

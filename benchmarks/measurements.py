@@ -38,14 +38,17 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
         settings: what determines the load, by name: two runs can be compared where these are equal.
         variant: of the load.
         peer: who did it.
-        operation: "put", "get", or "memory", which is the first put looked at from outside.
+        operation: "put", "get", or "memory", which is the first put looked at from outside; those of other benchmarks.
         round: counts from 0, warm-ups left out; peers of one round were measured one directly after the other.
-        seconds: that it took; None of "memory".
+        seconds: that it took; None where it is memory.
         bytes: of the payload.
-        extra_bytes: of "memory": private memory of the writer at its peak, less what it had before.
+        extra_bytes: of "memory": private memory of the writer at its peak, less what it had before. Of "memory of ..."
+            also less the bytes that were made.
         scale: of a scaling run, by name what was varied and how far.
         latencies: of "rdma", seconds of each operation of the round.
         cpu_seconds: of "rdma", by host ("here", "there") what its processes took.
+        delta: of "deltas", by name: "values", and how many of them "changed"; bytes: "wire" of what was made, "bound"
+            of what it takes at least.
         machine, versions: where, and of which parts.
         format: of this line.
     """
@@ -64,6 +67,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     scale: dict[str, int] | None = None
     latencies: list[float] | None = None
     cpu_seconds: dict[str, float] | None = None
+    delta: dict[str, int] | None = None
     format: int = FORMAT
 
     @property

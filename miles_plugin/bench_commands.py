@@ -194,7 +194,9 @@ def _add_weights(names: Any) -> None:
         description="Bring stand-in engines to the weights of a synthetic Qwen3, by broadcast (gloo) and peer to peer "
         "(tcp), in rounds in which raw writes of Mooncake's Transfer Engine, one broadcast of torch, a plain socket "
         "and a copy in memory take turns. After every turn the engines' checksums must be those of what was sent. "
-        "Prints tables; writes JSON lines, the tables as Markdown and a plot. docs/benchmarks.md says what is timed.",
+        "With --deltas, instead, make and apply what changed between two versions, by disk-delta's encodings and by "
+        "what there is without them; all of it is compared bit by bit. Prints tables; writes JSON lines, the tables as "
+        "Markdown and a plot. docs/benchmarks.md says what is timed.",
     )
     load = parser.add_argument_group("load", "who sends what to whom; of several numbers every combination")
     load.add_argument(
@@ -213,13 +215,25 @@ def _add_weights(names: Any) -> None:
         "--bucket", metavar="SIZE", help="of a broadcast (default: the job's --update-weight-buffer-size, 512mb)"
     )
     how = parser.add_argument_group("measurement", "how often")
-    how.add_argument("--repeats", type=int, metavar="N", help="rounds (default: 7; with --quick 2)")
-    how.add_argument("--warmup", type=int, default=1, metavar="N", help="rounds before those (default: 1)")
+    how.add_argument(
+        "--repeats",
+        type=int,
+        metavar="N",
+        help="rounds (default: 7; with --quick 2); with --deltas turns of each of five processes (default: 3; with "
+        "--quick 1, of two)",
+    )
+    how.add_argument("--warmup", type=int, default=1, metavar="N", help="rounds or turns before those (default: 1)")
     how.add_argument(
         "--quick", action="store_true", help="a run of seconds that proves only that it works (default: off)"
     )
+    how.add_argument(
+        "--deltas",
+        action="store_true",
+        help="instead, disk-delta: each encoding beside xor by numpy, zstd-1 and xxh3-128, of 1 and 5 %% of the values "
+        "and of a step of AdamW; then published and materialized (default: off)",
+    )
     output = _add_output(parser, "weights")
-    output.add_argument("--check", action="store_true", help="end with status 1 when the target is missed (default: 0)")
+    output.add_argument("--check", action="store_true", help="end with status 1 when a target is missed (default: 0)")
 
 
 def _add_output(parser: argparse.ArgumentParser, name: str) -> Any:

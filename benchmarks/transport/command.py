@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import errno
 from collections.abc import Mapping, Sequence
 from multiprocessing import resource_tracker
+from pathlib import Path
 
 from benchmarks import compare, markdown
 from benchmarks.measurements import Measurement
+from benchmarks.outcome import Outcome, full_disk_told, tell
 from benchmarks.progress import Steps
+from benchmarks.targets import check
 from benchmarks.transport import plot, report, rounds, scaling, stage, targets
 from benchmarks.transport.peers import Peer
 from benchmarks.transport.recorder import Recorder
 from benchmarks.transport.settings import PEERS, Settings, resolve
-from miles_plugin.bench_commands import BenchFailed
 from miles_plugin.interrupt import in_order, no_descendant_left
 from mooncake_store.errors import ConfigError
 
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 OURS = tuple(name for name in PEERS if name.startswith("ours"))
 
 
@@ -42,13 +42,9 @@ def run(arguments: argparse.Namespace, peers: Mapping[str, Peer] = PEERS) -> Non
     )
     if arguments.document:
         markdown.check_document(arguments.document, mark)
-    try:
+    with full_disk_told(settings.output):
         recorder = _measure(settings)
         _tell(arguments, settings, mark, recorder, old)
-    except OSError as error:
-        if error.errno not in _DISK:
-            raise
-        raise BenchFailed(f"--output {settings.output}: {error.strerror}; what is there so far stays") from error
 
 
 def _tell(
@@ -60,23 +56,15 @@ def _tell(
         text = scaling.text(recorder.measurements, settings.peers)
     else:
         text = report.text(recorder.measurements, settings.peers, found, settings.skipped)
-    print(text)
-    if old:
-        changes = compare.changes(old, recorder.measurements, OURS)
-        print(f"\nCompared with {arguments.compare}:\n\n{compare.text(changes)}")
-    page = settings.output / f"{mark}.md"
-    page.write_text(text + "\n")
-    if settings.scaling:
-        pictures = scaling.draw(recorder.measurements, settings.peers, settings.output)
-    else:
-        pictures = plot.draw(recorder.measurements, settings.peers, settings.output, mark)
-    if arguments.document:
-        markdown.insert(arguments.document, mark, text)
-    written = [recorder.path, page, *pictures, *filter(None, [arguments.document])]
-    print(f"\nwritten: {', '.join(map(str, written))}")
-    missed = [f"{result.variant} {result.operation} {result.what}" for result in found if not result.met]
-    if arguments.check and missed:
-        raise BenchFailed(f"{len(missed)} of {len(found)} targets were missed: {'; '.join(missed)}")
+
+    def draw(directory: Path) -> Sequence[Path]:
+        if settings.scaling:
+            return scaling.draw(recorder.measurements, settings.peers, directory)
+        return plot.draw(recorder.measurements, settings.peers, directory, mark)
+
+    tell(arguments, Outcome(settings.output, recorder.path, mark, recorder.measurements, OURS, text, draw), old)
+    if arguments.check:
+        check(found)
 
 
 def _measure(settings: Settings) -> Recorder:

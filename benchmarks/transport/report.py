@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks import markdown
+from benchmarks import markdown, targets
 from benchmarks.measurements import Measurement
-from benchmarks.statistics import Cell, Seconds, Spread, gathered, ratio, seconds_of, spread_of
+from benchmarks.statistics import Cell, Seconds, gathered, ratio, seconds_of
+from benchmarks.targets import Result
 from benchmarks.transport.peers import Peer
-from benchmarks.transport.targets import LOAD, Result, memory_ratio
+from benchmarks.transport.targets import LOAD, memory_ratio, set_fresh
 from miles_plugin.report import units
 
 _NOTHING = ""
@@ -32,8 +33,8 @@ def text(
     parts = [markdown.circumstances(measurements), _FRESH if fresh else _USED]
     parts += [_variant(measurements, variant, labels) for variant in gathered(measurements, lambda item: item.variant)]
     if found:
-        parts.append(_targets(found))
-    if not fresh and any(result.set_fresh for result in found):
+        parts.append(targets.section(found))
+    if not fresh and any(map(set_fresh, found)):
         parts.append(
             "The targets against Ray and BundleTransfer were set for memory never used, which --fresh measures."
         )
@@ -55,11 +56,11 @@ def _variant(measurements: Sequence[Measurement], variant: str, labels: dict[str
         rows.append(
             [
                 labels[peer],
-                _time(seconds, put),
-                _rate(seconds, put, of_variant[0].bytes),
+                markdown.milliseconds(seconds, put),
+                markdown.rate(seconds, put, of_variant[0].bytes),
                 _times_ours(seconds, put),
-                _time(seconds, get),
-                _rate(seconds, get, of_variant[0].bytes),
+                markdown.milliseconds(seconds, get),
+                markdown.rate(seconds, get, of_variant[0].bytes),
                 _times_ours(seconds, get),
                 f"{memory[peer]:.2f}" if peer in memory else _NOTHING,
             ]
@@ -72,46 +73,6 @@ def _variant(measurements: Sequence[Measurement], variant: str, labels: dict[str
     return f"{title}\n\n{markdown.table(header, rows)}"
 
 
-def _targets(found: Sequence[Result]) -> str:
-    rows = [
-        [
-            f"{result.variant} {result.operation}",
-            result.what,
-            f"{'<=' if result.at_most else '>='} {result.wanted:g}",
-            _ratio(result.found),
-            "yes" if result.met else "no",
-        ]
-        for result in found
-    ]
-    met = sum(result.met for result in found)
-    table = markdown.table(["", "compared with", "target", "found", "met"], rows)
-    return f"**Targets**: {met} of {len(found)} met\n\n{table}"
-
-
-def _time(seconds: Seconds, cell: Cell) -> str:
-    if cell not in seconds:
-        return _NOTHING
-    median, low, high = (1000 * value for value in spread_of(seconds[cell].values()))
-    return f"{_digits(median)} ({_digits(low)} to {_digits(high)})"
-
-
-def _rate(seconds: Seconds, cell: Cell, nbytes: int) -> str:
-    if cell not in seconds:
-        return _NOTHING
-    return f"{nbytes / spread_of(seconds[cell].values()).median / 1e9:.2f}"
-
-
 def _times_ours(seconds: Seconds, cell: Cell) -> str:
     found = ratio(seconds, cell, cell._replace(peer="ours"))
-    return _NOTHING if found is None or cell.peer == "ours" else _digits(found.median)
-
-
-def _ratio(spread: Spread) -> str:
-    if spread.low == spread.high:
-        return _digits(spread.median)
-    return f"{_digits(spread.median)} ({_digits(spread.low)} to {_digits(spread.high)})"
-
-
-def _digits(value: float) -> str:
-    """Three of them, without an exponent."""
-    return f"{value:.0f}" if value >= 100 else f"{value:#.3g}"
+    return _NOTHING if found is None or cell.peer == "ours" else markdown.digits(found.median)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from benchmarks.measurements import Measurement
 from benchmarks.statistics import Cell, Seconds, Spread, ratio, seconds_of
+from benchmarks.targets import Result
 
 _OURS, _NETWORK = "ours", "ours-network"
 _RAY, _BUNDLE = "x Ray", "x BundleTransfer"
@@ -30,33 +30,9 @@ _MEMORY_FROM = 16 << 20  # bytes of a payload; of a smaller one the first put's 
 LOAD = {"samples": 512, "shortest": 1024, "longest": 8192}  # that all this is meant for
 
 
-@dataclass(frozen=True)
-class Result:
-    """A target beside what was found.
-
-    Attributes:
-        variant, operation: of the load; operation "memory" is bytes and not time.
-        what: is compared with what.
-        wanted: the bound.
-        found: the ratio, with its spread over the rounds.
-        at_most: the bound is an upper one.
-    """
-
-    variant: str
-    operation: str
-    what: str
-    wanted: float
-    found: Spread
-    at_most: bool = False
-
-    @property
-    def met(self) -> bool:
-        return self.found.median <= self.wanted if self.at_most else self.found.median >= self.wanted
-
-    @property
-    def set_fresh(self) -> bool:
-        """Whether it was derived from puts into memory that no store had used."""
-        return self.what in (_RAY, _BUNDLE)
+def set_fresh(result: Result) -> bool:
+    """Whether a target was derived from puts into memory that no store had used."""
+    return result.what in (_RAY, _BUNDLE)
 
 
 def results(measurements: Sequence[Measurement]) -> list[Result]:

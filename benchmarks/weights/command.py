@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from multiprocessing import resource_tracker
+from pathlib import Path
 
 from benchmarks import compare, markdown
 from benchmarks.measurements import Measurement
+from benchmarks.outcome import Outcome, tell
 from benchmarks.progress import Steps
 from benchmarks.recorder import Recorder
-from benchmarks.weights import plot, report
+from benchmarks.targets import check
+from benchmarks.weights import delta_command, plot, report
 from benchmarks.weights.settings import Case, Settings, resolve
 from benchmarks.weights.trainer import MODES
 from benchmarks.weights.turns import PROVEN, Stage, stage
-from miles_plugin.bench_commands import BenchFailed
 from miles_plugin.interrupt import in_order, no_descendant_left
 from mooncake_store.errors import ConfigError
 
@@ -29,6 +31,9 @@ def run(arguments: argparse.Namespace) -> None:
         ConfigError: a value that cannot be used.
         BenchFailed: a process failed, an engine held other weights, or with --check a target was missed.
     """
+    if arguments.deltas:
+        delta_command.run(arguments)
+        return
     settings = resolve(arguments)
     old = compare.read_same_load(arguments.compare, {case.name: settings.load(case) for case in settings.cases})
     if arguments.document:
@@ -77,17 +82,10 @@ def _tell(arguments: argparse.Namespace, settings: Settings, recorder: Recorder,
     """Print and write what was measured, the table first."""
     found = report.results(recorder.measurements)
     text = report.text(recorder.measurements, found)
-    print(text)
-    if old:
-        changed = compare.changes(old, recorder.measurements, OURS)
-        print(f"\nCompared with {arguments.compare}:\n\n{compare.text(changed)}")
-    page = settings.output / f"{MARK}.md"
-    page.write_text(text + "\n")
-    pictures = plot.draw(recorder.measurements, settings.output)
-    if arguments.document:
-        markdown.insert(arguments.document, MARK, text)
-    written = [recorder.path, page, *pictures, *filter(None, [arguments.document])]
-    print(f"\nwritten: {', '.join(map(str, written))}")
-    missed = [result.variant for result in found if not result.met]
-    if arguments.check and missed:
-        raise BenchFailed(f"p2p is slower than {report.OF_RAW:g} of a raw write with {'; '.join(missed)}")
+
+    def draw(directory: Path) -> Sequence[Path]:
+        return plot.draw(recorder.measurements, directory)
+
+    tell(arguments, Outcome(settings.output, recorder.path, MARK, recorder.measurements, OURS, text, draw), old)
+    if arguments.check:
+        check(found)

@@ -14,6 +14,7 @@ from transformers import Qwen3Config
 
 from miles_plugin.weight_transfer.layout import Layout
 from miles_plugin.weight_transfer.sources import NamedTensor
+from mooncake_store.arrays import Bytes
 
 DTYPE = torch.bfloat16
 _LAYERS, _HEADS, _KEY_VALUE_HEADS, _VOCABULARY, _MLP = 28, 16, 8, 148, 3  # the last two in hidden sizes
@@ -52,24 +53,37 @@ def save(config: Any, directory: Path) -> None:
     save_file({"model.norm.weight": torch.ones(config.hidden_size, dtype=DTYPE)}, directory / "model.safetensors")
 
 
+def places(config: Any) -> dict[str, slice]:
+    """Where each weight lies in a block of all: bytes, in the order of the model, aligned."""
+    found, end = {}, 0
+    for name, shape in Layout(config, 1, DTYPE).weights.items():
+        nbytes = prod(shape) * DTYPE.itemsize
+        found[name] = slice(end, end + nbytes)
+        end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return found
+
+
+def block_bytes(config: Any) -> int:
+    """Of a block of all weights."""
+    end = max(int(place.stop) for place in places(config).values())
+    return -(-end // _ALIGNMENT) * _ALIGNMENT
+
+
 class Weights:
     """All weights in one block of memory, as every trainer rank has them one after the other when it gathers.
+
+    Args:
+        block: their bytes (uint8 [n]), as `places` says; random ones without it.
 
     Attributes:
         nbytes: of the weights, without what lies between them.
     """
 
-    def __init__(self, config: Any) -> None:
-        shapes = Layout(config, 1, DTYPE).weights
-        starts, end = {}, 0
-        for name, shape in shapes.items():
-            starts[name] = end
-            end += -(-prod(shape) * DTYPE.itemsize // _ALIGNMENT) * _ALIGNMENT
-        self._block = torch.from_numpy(random_bytes(end, seed=0))
-        self._tensors = {
-            name: self._block[starts[name] : starts[name] + prod(shape) * DTYPE.itemsize].view(DTYPE).view(shape)
-            for name, shape in shapes.items()
-        }
+    def __init__(self, config: Any, block: Bytes | None = None) -> None:
+        shapes, lie = Layout(config, 1, DTYPE).weights, places(config)
+        contents = random_bytes(block_bytes(config), seed=0) if block is None else block
+        self._block = torch.from_numpy(contents)
+        self._tensors = {name: self._block[lie[name]].view(DTYPE).view(shape) for name, shape in shapes.items()}
         self.nbytes = sum(tensor.nbytes for tensor in self._tensors.values())
 
     def change(self) -> None:
@@ -81,11 +95,11 @@ class Weights:
         yield from self._tensors.items()
 
 
-def random_bytes(nbytes: int, seed: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def random_bytes(nbytes: int, seed: int) -> Bytes:
     """The same for the same numbers; nbytes: a multiple of 8."""
     return np.random.default_rng(seed).integers(0, 2**64, nbytes // 8, dtype=np.uint64).view(np.uint8)
 
 
-def count_up(memory: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+def count_up(memory: Bytes) -> None:
     """Change every byte in place, to what it was in none of the last 255 turns."""
     memory += np.uint8(1)

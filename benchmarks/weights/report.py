@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from benchmarks import markdown
 from benchmarks.measurements import Measurement
 from benchmarks.statistics import Cell, Seconds, Spread, gathered, ratio, seconds_of, spread_of
+from benchmarks.targets import Result, section
 from benchmarks.weights.trainer import MODES, P2P
 from benchmarks.weights.turns import LIMITS, PROVEN
 from miles_plugin.weight_transfer.transfer import PHASES
@@ -17,23 +17,15 @@ OF_RAW = 0.9  # of a raw write's speed, what p2p is meant to reach
 _NOTHING = ""
 
 
-@dataclass(frozen=True)
-class Result:
-    """The target beside what was found: p2p's transfer as a part of the faster raw write's speed."""
-
-    variant: str
-    found: Spread
-
-    @property
-    def met(self) -> bool:
-        return self.found.median >= OF_RAW
-
-
 def results(measurements: Sequence[Measurement]) -> list[Result]:
-    """Of every case in which both sides were measured."""
+    """p2p's transfer as a part of the faster raw write's speed, of every case in which both were measured."""
     seconds = seconds_of(measurements)
     found = [(variant, of_limit(seconds, variant, P2P)) for variant in _variants(measurements)]
-    return [Result(variant, spread) for variant, spread in found if spread is not None]
+    return [
+        Result(variant, P2P, "of the faster raw write", OF_RAW, spread)
+        for variant, spread in found
+        if spread is not None
+    ]
 
 
 def of_limit(seconds: Seconds, variant: str, mode: str) -> Spread | None:
@@ -50,7 +42,7 @@ def text(measurements: Sequence[Measurement], found: Sequence[Result]) -> str:
     parts = [_circumstances(measurements)]
     parts += [_case(measurements, variant) for variant in _variants(measurements)]
     if found:
-        parts.append(_targets(found))
+        parts.append(section(found))
     return "\n\n".join(parts)
 
 
@@ -74,11 +66,11 @@ def _case(measurements: Sequence[Measurement], variant: str) -> str:
         rows.append(
             [
                 peer,
-                _time(seconds, Cell(variant, peer, UPDATE)),
-                _time(seconds, Cell(variant, peer, TRANSFER)),
-                f"{nbytes / 1e9 / spread_of(seconds[Cell(variant, peer, TRANSFER)].values()).median:.2f}",
-                _ratio(spread) if spread is not None else _NOTHING,
-                _time(seconds, proven),
+                markdown.milliseconds(seconds, Cell(variant, peer, UPDATE)),
+                markdown.milliseconds(seconds, Cell(variant, peer, TRANSFER)),
+                markdown.rate(seconds, Cell(variant, peer, TRANSFER), nbytes),
+                markdown.ranged(spread) if spread is not None else _NOTHING,
+                markdown.milliseconds(seconds, proven),
             ]
         )
     header = ["", "update, ms", "its transfer, ms", "GB/s", "of its limit", "proof, ms"]
@@ -94,27 +86,5 @@ def _phases(seconds: Seconds, variant: str) -> str:
     return markdown.table(["phases, ms", *PHASES], rows)
 
 
-def _targets(found: Sequence[Result]) -> str:
-    rows = [[each.variant, f">= {OF_RAW:g}", _ratio(each.found), "yes" if each.met else "no"] for each in found]
-    table = markdown.table(["p2p, of the faster raw write", "target", "found", "met"], rows)
-    return f"**Target**: {sum(each.met for each in found)} of {len(found)} met\n\n{table}"
-
-
 def _variants(measurements: Sequence[Measurement]) -> list[str]:
     return gathered(measurements, lambda item: item.variant)
-
-
-def _time(seconds: Seconds, cell: Cell) -> str:
-    if cell not in seconds:
-        return _NOTHING
-    median, low, high = (1000 * value for value in spread_of(seconds[cell].values()))
-    return f"{_digits(median)} ({_digits(low)} to {_digits(high)})"
-
-
-def _ratio(spread: Spread) -> str:
-    return f"{_digits(spread.median)} ({_digits(spread.low)} to {_digits(spread.high)})"
-
-
-def _digits(value: float) -> str:
-    """Three of them, without an exponent."""
-    return f"{value:.0f}" if value >= 100 else f"{value:#.3g}"

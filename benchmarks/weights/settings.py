@@ -79,27 +79,20 @@ def resolve(arguments: argparse.Namespace) -> Settings:
         ConfigError: a value that cannot be used, with what is allowed.
     """
     quick, job = arguments.quick, TrainConfig.model_fields
-    repeats = arguments.repeats if arguments.repeats is not None else (2 if quick else 7)
-    for name, values in (
-        ("engines", arguments.engines),
-        ("ranks", arguments.ranks),
-        ("repeats", [repeats]),
-        ("warmup", [arguments.warmup]),
-    ):
-        least = 0 if name == "warmup" else 1
-        if wrong := [value for value in values if value < least]:
-            raise ConfigError(f"--{name} {wrong[0]}: allowed is a whole number of at least {least}")
+    for name, values in (("engines", arguments.engines), ("ranks", arguments.ranks)):
+        for value in values:
+            at_least(1, name, value, 1)
     if wrong := [tp for tp in arguments.tp if tp not in _RANKS]:
         raise ConfigError(f"--tp {wrong[0]}: allowed are {', '.join(map(str, _RANKS))}")
-    run = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+    run = run_id()
     found = Settings(
         run=run,
         cases=tuple(Case(*each) for each in product(arguments.engines, arguments.tp, arguments.ranks)),
-        nbytes=_size("size", arguments.size, _QUICK_BYTES if quick else _BYTES),
+        nbytes=size_of("size", arguments.size, quick),
         bucket_bytes=_size("bucket", arguments.bucket, job["update_weight_buffer_size"].default),
         workers=job["p2p_transfer_num_workers"].default,
-        repeats=repeats,
-        warmup=arguments.warmup,
+        repeats=at_least(1, "repeats", arguments.repeats, 2 if quick else 7),
+        warmup=at_least(0, "warmup", arguments.warmup, 1),
         output=arguments.output or Path("runs") / f"weights-{run}",
     )
     for case in found.cases:
@@ -109,6 +102,24 @@ def resolve(arguments: argparse.Namespace) -> Settings:
                 "smaller model, or for fewer engines or ranks"
             )
     return found
+
+
+def run_id() -> str:
+    """Of a run that starts now."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+
+
+def at_least(least: int, flag: str, given: int | None, default: int) -> int:
+    """What a flag says, or its default. Raises ConfigError below `least`."""
+    value = default if given is None else given
+    if value < least:
+        raise ConfigError(f"--{flag} {value}: allowed is a whole number of at least {least}")
+    return value
+
+
+def size_of(flag: str, given: str | None, quick: bool) -> int:
+    """Bytes of the model that a flag asks for. Raises ConfigError when it cannot be read."""
+    return _size(flag, given, _QUICK_BYTES if quick else _BYTES)
 
 
 def _size(flag: str, given: str | None, default: int) -> int:

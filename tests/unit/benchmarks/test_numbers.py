@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import compare, measurements
 from benchmarks.statistics import Cell, Spread, ratio, seconds_of, spread_of
+from benchmarks.targets import Result
 from benchmarks.transport import targets
 from mooncake_store.errors import ConfigError
 from tests.unit.benchmarks.made import LOAD, measured, memory
@@ -42,7 +43,7 @@ def test_only_rounds_that_both_have_make_a_ratio() -> None:
     assert ratio(seconds, Cell("numpy", "bundle", "put"), Cell("numpy", "ours", "put")) is None
 
 
-def met(found: list[targets.Result]) -> dict[tuple[str, str, str], bool]:
+def met(found: list[Result]) -> dict[tuple[str, str, str], bool]:
     return {(result.variant, result.operation, result.what): result.met for result in found}
 
 

@@ -1,0 +1,70 @@
+"""What becomes of a run: printed, compared with an earlier one, written, and put into a document."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import compare, markdown
+from benchmarks.measurements import Measurement
+from miles_plugin.bench_commands import BenchFailed
+
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one run.
+
+    Attributes:
+        directory: where it is written. lines: the file of measurements, which lies there.
+        mark: what the table and the pictures are called, there and in a document.
+        ours: peers whose code may be another one in the run that this is compared with.
+        text: the table. draw: writes the pictures, given their directory.
+    """
+
+    directory: Path
+    lines: Path
+    mark: str
+    measurements: Sequence[Measurement]
+    ours: Sequence[str]
+    text: str
+    draw: Callable[[Path], Sequence[Path]]
+
+
+def tell(arguments: argparse.Namespace, outcome: Outcome, old: Sequence[Measurement]) -> None:
+    """Print and write what was measured, the table first.
+
+    A document gets the table, and beside it the picture, of which it may show a copy only.
+
+    Args:
+        arguments: the flags `--compare` and `--document`. old: measurements of the run to compare with, or none.
+    """
+    print(outcome.text)
+    if old:
+        changed = compare.changes(old, outcome.measurements, outcome.ours)
+        print(f"\nCompared with {arguments.compare}:\n\n{compare.text(changed)}")
+    page = outcome.directory / f"{outcome.mark}.md"
+    page.write_text(outcome.text + "\n")
+    written = [outcome.lines, page, *outcome.draw(outcome.directory)]
+    if arguments.document:
+        markdown.insert(arguments.document, outcome.mark, outcome.text)
+        picture = outcome.directory / f"{outcome.mark}.png"
+        written += [arguments.document, Path(shutil.copy(picture, arguments.document.parent))]
+    print(f"\nwritten: {', '.join(map(str, written))}")
+
+
+@contextmanager
+def full_disk_told(output: Path) -> Iterator[None]:
+    """Raise BenchFailed instead of an OSError that says the disk is full or broken."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _DISK:
+            raise
+        raise BenchFailed(f"--output {output}: {error.strerror}; what is there so far stays") from error
