@@ -8,7 +8,7 @@ merges key by key.
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationInfo, field_validator
@@ -344,7 +344,11 @@ class TrainConfig(
     def _only_numbers_as_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         """YAML's `true` would count as 1."""
         is_number = isinstance(value, int | float | str) and not isinstance(value, bool)
-        if not is_number and cls.model_fields[info.field_name or ""].annotation in (int, float):
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        options = get_args(annotation) if type(None) in get_args(annotation) else (annotation,)
+        if value is None and type(None) in options:
+            return value
+        if not is_number and any(number in options for number in (int, float, Bytes)):
             raise ValueError(f"allowed: a number, not a {type(value).__name__}")
         return value
 

@@ -26,7 +26,7 @@ from tests.e2e.test_resume import check_versions
 pytestmark = [pytest.mark.integration, pytest.mark.e2e]
 MODES = ("broadcast", "p2p", "disk-delta")
 # Weights that change also where no answer of a policy so small is right.
-CHANGING = ["--lr", "0.001", "--weight-decay", "1"]
+CHANGING = ["--lr", "0.003", "--lr-warmup-iters", "0", "--weight-decay", "1"]
 TWO_ENGINES = [*SMALL, *CHANGING, "--rollout-num-gpus", "2", "--check-weight-update-equal"]
 
 

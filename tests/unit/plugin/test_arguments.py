@@ -166,6 +166,7 @@ def test_what_was_resolved_reads_back_the_same(yaml_file: Path, tmp_path: Path) 
         (["--update-weight-anchor-interval", "0"], "", {}, ["anchor_interval='0'", "allowed: 1 or more"]),
         (["--update-weight-delta-encoding", "zstd"], "", {}, ["'zstd'", "allowed: 'auto', 'xor', 'overwrite'"]),
         (["--update-weight-delta-checksum", "md5"], "", {}, ["'md5'", "allowed: 'xxh3-128', 'blake3' or 'adler32'"]),
+        ([], "update_weight_disk_budget: true", {}, ["update_weight_disk_budget=True", "allowed: a number"]),
         (["--update-weight-disk-budget", "much"], "", {}, ["update_weight_disk_budget", "'much'"]),
         (["--rollout-external-engine-addrs"], "", {}, ["expected at least one argument"]),
         ([], "", {"ROLLOUT_EXTERNAL_ENGINE_ADDRS": " "}, ["addrs=[] from the environment: allowed: one or more"]),

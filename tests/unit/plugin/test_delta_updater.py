@@ -36,8 +36,8 @@ def wrote(args: Any, version_dir: str, engines: Sequence[str]) -> None:
 class Engine:
     """Loads checkpoints, and does nothing else that is asked of it."""
 
-    def __init__(self) -> None:
-        self.loaded: Model = {}
+    def __init__(self, url: str) -> None:
+        self.url, self.loaded = url, Model()
         self.error: EngineError | None = None
 
     def load_checkpoint(self, path: str, _seconds: float) -> None:
@@ -91,7 +91,7 @@ class Job:
         manager = Remote(Manager(open_hosts(config, self.run_dir, checkpoint)))
         place = Place("run", "127.0.0.1", "cpu", self.run_dir, checkpoint)
         self.updater: Updater = open_updater(config, self.model, place, manager)
-        self.engines = {url: Engine() for url in (A, B)}
+        self.engines = {url: Engine(url) for url in (A, B)}
         self.updater.clients.update(cast(dict[str, SGLangEngine], self.engines))
 
     def train(self) -> None:
