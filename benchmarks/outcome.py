@@ -40,7 +40,7 @@ class Outcome:
 def tell(arguments: argparse.Namespace, outcome: Outcome, old: Sequence[Measurement]) -> None:
     """Print and write what was measured, the table first.
 
-    A document gets the table, and beside it the picture, of which it may show a copy only.
+    A document gets the table, and beside it the picture, if it names that.
 
     Args:
         arguments: the flags `--compare` and `--document`. old: measurements of the run to compare with, or none.
@@ -54,8 +54,10 @@ def tell(arguments: argparse.Namespace, outcome: Outcome, old: Sequence[Measurem
     written = [outcome.lines, page, *outcome.draw(outcome.directory)]
     if arguments.document:
         markdown.insert(arguments.document, outcome.mark, outcome.text)
-        picture = outcome.directory / f"{outcome.mark}.png"
-        written += [arguments.document, Path(shutil.copy(picture, arguments.document.parent))]
+        written.append(arguments.document)
+        picture = f"{outcome.mark}.png"
+        if f"({picture})" in arguments.document.read_text():
+            written.append(Path(shutil.copy(outcome.directory / picture, arguments.document.parent)))
     print(f"\nwritten: {', '.join(map(str, written))}")
 
 

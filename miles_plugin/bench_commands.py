@@ -230,7 +230,7 @@ def _add_weights(names: Any) -> None:
         "--deltas",
         action="store_true",
         help="instead, disk-delta: each encoding beside xor by numpy, zstd-1 and xxh3-128, of 1 and 5 %% of the values "
-        "and of a step of AdamW; then published and materialized (default: off)",
+        "and of a step of AdamW; then published and materialized; written to runs/deltas-<run id> (default: off)",
     )
     output = _add_output(parser, "weights")
     output.add_argument("--check", action="store_true", help="end with status 1 when a target is missed (default: 0)")

@@ -42,8 +42,8 @@ def draw(measurements: Sequence[Measurement], directory: Path) -> Sequence[Path]
         directory,
         DELTAS,
         "What changed between two versions of the weights, made and applied",
-        f"median and quartiles, longer is better; of the baseline the fastest process, limits are grey · {THREADS} "
-        f"threads · {item.bytes / 1e9:.2f} GB · {item.machine} · run {item.run}",
+        f"median and quartiles, longer is better; limits are grey · {item.bytes / 1e9:.2f} GB, {THREADS} threads · "
+        f"{item.machine} · run {item.run}",
         paint,
     )
 

@@ -8,7 +8,7 @@ from benchmarks import markdown
 from benchmarks.measurements import Measurement
 from benchmarks.statistics import Cell, Seconds, gathered, seconds_of
 from benchmarks.targets import Result, section
-from benchmarks.weights.delta_settings import THREADS
+from benchmarks.weights.delta_settings import DELTAS, THREADS
 from benchmarks.weights.delta_targets import best_baseline, delta_of, most_memory, of_bound, peers_of, times_faster
 from benchmarks.weights.delta_turns import APPLY, BASELINE, ENCODE, FLUSH, HASH, LIMIT, MAPPED, MEMCPY
 from benchmarks.weights.delta_whole import FIRST_COPY, MATERIALIZE, PUBLISH
@@ -26,6 +26,7 @@ def text(measurements: Sequence[Measurement], found: Sequence[Result]) -> str:
     parts += _whole(measurements)
     if found:
         parts.append(section(found))
+    parts.append(f"[The same as a picture]({DELTAS}.png)")  # here: a document has the link once there is a picture
     return "\n\n".join(parts)
 
 
