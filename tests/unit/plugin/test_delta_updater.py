@@ -97,7 +97,7 @@ class Job:
     def train(self) -> None:
         with torch.no_grad():
             for parameter in self.model.parameters():
-                parameter.mul_(1.001)
+                parameter.view(-1)[::50].mul_(1.5)
 
     def sent(self) -> Model:
         return held(dict(full_parameters(self.model, torch.bfloat16)))
