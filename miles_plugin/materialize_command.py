@@ -190,7 +190,7 @@ def _load(address: str, version: int, path: Path) -> None:
     try:
         engine.pause("retract")
         engine.flush_cache()
-        engine.load_checkpoint(str(path), LOAD_SECONDS)
+        engine.load_checkpoint(str(path), LOAD_SECONDS, version)
         engine.stamp(version)
         engine.resume()
     finally:

@@ -128,6 +128,17 @@ class VersionAuthority:
 
         return self._append(decide).newest
 
+    def verify_claim(self, version: int, trainer: str) -> None:
+        """Look at the disk whether `version` is still `trainer`'s, before engines are touched.
+
+        Raises:
+            VersionFenced: as `announce`.
+        """
+        with self._lock:
+            self._check_open()
+            self._last = self._reread()
+            self._check_claim(self._last.record, version, trainer, "update engines to")
+
     def announce(self, version: int, trainer: str) -> None:
         """Declare that engines are about to serve `version`; idempotent. Comes before the first engine resumes with it.
 

@@ -38,6 +38,8 @@ class Versions:
         self.events.append(("allocate", self.next - 1))
         return self.next - 1
 
+    def verify(self, version: int) -> None: ...
+
     def announce(self, version: int) -> None:
         self.events.append(("announce", version))
 

@@ -102,6 +102,17 @@ def attach(addresses: Sequence[str], expected: Expected, named_by: str = EXTERNA
     return [_attached(url, answers) for url, answers in answered.values()]
 
 
+def twin(url: str, others: Sequence[str], expected: Expected) -> str | None:
+    """Which of `others` (URLs) is the same engine as `url`, by another address; None where none is, or says so."""
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="attach") as pool:
+        asked = {each: pool.submit(_ask, each.removeprefix("http://"), expected) for each in (url, *others)}
+        found: dict[str, str] = {}
+        for each, job in asked.items():
+            with suppress(ConfigError, EngineError):
+                found[each] = _identity(*job.result())
+    return next((each for each in others if url in found and found.get(each) == found[url]), None)
+
+
 def check_loopback(addresses: Sequence[str], hosts: Collection[str], named_by: str = EXTERNAL) -> None:
     """Raise ConfigError for addresses that mean another engine on each of a job's hosts."""
     local = [address for address in addresses if _is_loopback(endpoint(address)[0])]

@@ -101,6 +101,11 @@ class Fleet:
         # Outside, and failed an update since it was last seen not to answer: it gets the next one, but none of its own.
         self._tried: set[str] = set()
 
+    @property
+    def version(self) -> int | None:
+        """What every engine in rotation has confirmed; None before the first update."""
+        return self._version
+
     def addresses(self) -> list[EngineAddress]:
         """All engines: those outside the rotation are offered every update."""
         return [EngineAddress(url, member.ranks, self._lives[url]) for url, member in list(self._members.items())]

@@ -114,10 +114,14 @@ class SGLangEngine:
             timeout=_within(seconds),
         )  # fmt: skip
 
-    def load_checkpoint(self, path: str, seconds: float) -> None:
-        """Load the weights of a checkpoint directory on the engine's own host; one that lacks some is refused, and what
-        was served before is loaded again. The prefix cache is left to `flush_cache`."""
-        self._post("/update_weights_from_disk", {"model_path": path, "flush_cache": False}, timeout=_within(seconds))
+    def load_checkpoint(self, path: str, seconds: float, version: int) -> None:
+        """Load the weights of a checkpoint directory on the engine's own host, and name them; one that lacks some is
+        refused, and what was served before is loaded again. The prefix cache is left to `flush_cache`."""
+        self._post(
+            "/update_weights_from_disk",
+            {"model_path": path, "flush_cache": False, "weight_version": str(version)},
+            timeout=_within(seconds),
+        )
 
     def end_update(self) -> None:
         self._post("/end_weight_update", {})

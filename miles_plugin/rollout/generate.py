@@ -115,6 +115,7 @@ class Sampler:
         prompts = [self._encode(sample) for sample in samples]
         answers: dict[int, dict[str, Any]] = {}
         while missing := [position for position in range(len(prompts)) if position not in answers]:
+            version = self._fleet.version
             engines = self._fleet.serving()[: len(missing)]  # one that is asked for nothing refuses
             chunks = _split_evenly(missing, len(engines))
             with ThreadPoolExecutor(len(engines)) as pool:
@@ -124,7 +125,10 @@ class Sampler:
                 ]
             for engine, chunk, job in zip(engines, chunks, jobs, strict=True):
                 try:
-                    answers.update(zip(chunk, job.result(), strict=True))
+                    answered = job.result()
+                    spans = (span for each in answered for span in each["meta_info"].get("weight_versions", ()))
+                    _check_made_by(engine.url, [span["version"] for span in spans], version)
+                    answers.update(zip(chunk, answered, strict=True))
                 except EngineError as error:
                     if error.status in range(400, 500):
                         raise  # of the request, whoever is asked
@@ -161,11 +165,15 @@ class Sampler:
         engines = self._fleet.serving()
         engine = engines[sample.group_index % len(engines)]  # a group shares its prompt's cache
         args = for_engine(self._settings, engine.url)
-        call = Call(self._http)
+        call, version = Call(self._http), self._fleet.version
         current_call.set(call)
         if self._custom is not None:
             try:
                 sample = await self._custom(args, sample, dict(params), evaluation, call)
+                _check_made_by(engine.url, call.weight_versions, version)
+            except EngineError as error:
+                self._fleet.leave(Left(engine.url, "generate", str(error)))
+                sample.status = Sample.Status.ABORTED  # others are asked
             except CustomFunctionError as error:
                 cause = error.__cause__
                 if not isinstance(cause, EngineError) or not _no_answer(engine.url, cause):
@@ -210,6 +218,13 @@ class CustomGenerate:
         where = f"{self._named}, sample {asked.index} (prompt {asked.prompt!r:.60})"
         returned = await call_function(self._function, where, args, copy.deepcopy(asked), params, **more)
         return accept(asked, returned, call.weight_versions, self._named)
+
+
+def _check_made_by(url: str, versions: Sequence[str], least: int | None) -> None:
+    """Raise EngineError for an answer of weights older than the engine has confirmed: it was started anew since."""
+    old = [version for version in versions if not version.isdigit() or int(version) < (least or 0)]
+    if least is not None and old:
+        raise EngineError(f"{url} answered by version {old[0]!r}, not by {least}: it was started anew")
 
 
 def _no_answer(url: str, error: EngineError) -> bool:

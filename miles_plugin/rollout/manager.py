@@ -17,7 +17,7 @@ from typing import Any
 
 from miles_plugin.arguments import TrainConfig
 from miles_plugin.checkpoint import VERSIONS
-from miles_plugin.engines.attach import attach, attached_engines, expected_engines
+from miles_plugin.engines.attach import attach, attached_engines, expected_engines, twin
 from miles_plugin.engines.fleet import EngineAddress, External, Fleet, Left
 from miles_plugin.engines.joining import ADD_ENGINE
 from miles_plugin.engines.launch import EngineSpec, start_engines
@@ -133,8 +133,11 @@ class RolloutManager:
 
         Returns why it is not taken; empty if it is.
         """
+        expected = expected_engines(self._config, self._checkpoint)
         try:
-            (engine,) = attach([address], expected_engines(self._config, self._checkpoint), ADD_ENGINE)
+            (engine,) = attach([address], expected, ADD_ENGINE)
+            if same := twin(engine.url, [each.url for each in self._fleet.addresses()], expected):
+                return f"{ADD_ENGINE}={address}: is the same engine as {same}, which is one of the run's already"
             self._fleet.join(External(engine.url, engine.ranks))
         except (ConfigError, EngineError) as error:
             return str(error)
@@ -275,6 +278,10 @@ class RolloutManager:
     def allocate_version(self, trainer: str) -> int:
         self._progress = (0, 0)  # an update begins
         return self._versions.allocate(trainer)
+
+    def verify_version(self, version: int, trainer: str) -> None:
+        """Raise VersionFenced unless `version` is still `trainer`'s to give to engines."""
+        self._versions.verify_claim(version, trainer)
 
     def announce_version(self, version: int, trainer: str) -> None:
         """Make `version` the current one; called before the first engine resumes with it."""

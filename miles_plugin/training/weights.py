@@ -50,6 +50,9 @@ class ManagedVersions:
     def allocate(self) -> int:
         return int(_get(self._manager.allocate_version.remote(self._trainer)))
 
+    def verify(self, version: int) -> None:
+        _get(self._manager.verify_version.remote(version, self._trainer))
+
     def announce(self, version: int) -> None:
         _get(self._manager.announce_version.remote(version, self._trainer))
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+
+_log = logging.getLogger(__name__)
 
 
 class RankFailed(RuntimeError):
@@ -49,8 +52,15 @@ class Ranks:
         try:
             own = steps[name](*arguments)
         except Exception as error:
+            # The others may be in a collective of the step, in which they would wait for this rank.
+            _log.error("step %s of rank 0: %r", name, error)
             own, failure = _Raised(repr(error)), error
-        answers = self._gather(own)
+        try:
+            answers = self._gather(own)
+        except RuntimeError:
+            if failure is not None:
+                raise failure from None
+            raise
         if failure is not None:
             raise failure
         for rank, answer in enumerate(answers):

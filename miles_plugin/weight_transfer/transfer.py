@@ -1,12 +1,15 @@
 """One weight update, whatever carries the bytes:
 
-    allocate -> prepare (engines serve) -> pause -> flush -> begin -> transfer -> end -> verify
-    -> stamp -> announce -> resume -> commit
+    allocate -> prepare (engines serve) -> pause -> flush -> begin -> transfer -> stamp -> end -> verify
+    -> announce -> resume -> commit
 
-Where engines load what was delivered beside them, they serve during the transfer too, and then load it at once:
+Where engines load what was delivered beside them, they serve during the transfer too, and then load and are stamped at
+once:
 
-    allocate -> prepare -> transfer (engines serve) -> pause -> flush -> load -> verify -> stamp -> announce -> resume
-    -> commit
+    allocate -> prepare -> transfer (engines serve) -> pause -> flush -> load -> verify -> announce -> resume -> commit
+
+An engine is stamped where only one that took all of it can be, within the session or with the load, and says the number
+before it resumes: so one that was started anew meanwhile, from its checkpoint, is found out.
 
 Every engine must confirm every step. One that fails leaves the rotation, and the update goes on with the others: it
 may hold a mixture of two policies, so it is not resumed and gets no request before it has confirmed a later update,
@@ -111,14 +114,17 @@ class Delivery(Protocol):
     def abandon(self, version: int) -> None:
         """On rank 0, when no rank is in a step any more: a version that was begun comes to nothing."""
 
-    def load(self, engine: SGLangEngine) -> None:
-        """On rank 0, of each engine to whose host it was brought: load it. Raises EngineError."""
+    def load(self, engine: SGLangEngine, version: int) -> None:
+        """On rank 0, of each engine to whose host it was brought: load it, as `version`. Raises EngineError."""
 
 
 class Authority(Protocol):
     """Who hands out policy versions, as trainer rank 0 calls it; see `miles_plugin.version`."""
 
     def allocate(self) -> int: ...
+    def verify(self, version: int, /) -> None:
+        """Raise VersionFenced unless the number is still this trainer's to give to engines."""
+
     def announce(self, version: int, /) -> None: ...
     def commit(self, version: int, confirmed: Sequence[str], left: Sequence[Left], /) -> None: ...
 
@@ -248,6 +254,7 @@ class _Update:
             if delivery is not None:
                 with self._timed("transfer"):
                     nbytes, of = self._deliver(delivery, version)
+            self._authority.verify(version)
             with self._timed("pause"):
                 self._on_each("pause", lambda engine: engine.pause(pause_mode))
             with self._timed("flush"):
@@ -256,18 +263,19 @@ class _Update:
                 with self._timed("transfer"):
                     self._on_each("begin", _begin)
                     nbytes = of = self._transfer()
+                self._authority.verify(version)  # a transfer takes long
                 with self._timed("activate"):
+                    self._on_each("stamp", lambda engine: engine.stamp(version))
                     self._on_each("end", lambda engine: engine.end_update())
             else:
                 with self._timed("activate"):
-                    self._on_each("load", delivery.load)
+                    self._on_each("load", lambda engine: delivery.load(engine, version))
             with self._timed("verify"):
                 proven = self._verify()
             with self._timed("activate"):
-                self._on_each("stamp", lambda engine: engine.stamp(version))
                 self._authority.announce(version)
             with self._timed("resume"):
-                self._on_each("resume", lambda engine: engine.resume())
+                self._on_each("resume", lambda engine: _resume(engine, version))
         confirmed = tuple(engine.url for engine in self._engines)
         self._authority.commit(version, confirmed, self._left)
         density = nbytes / of if of else 1.0
@@ -369,6 +377,12 @@ def _flush_unless_busy(engine: SGLangEngine) -> None:
     except EngineError as error:
         if error.status != 400:
             raise
+
+
+def _resume(engine: SGLangEngine, version: int) -> None:
+    if (served := engine.weight_version()) != str(version):
+        raise EngineError(f"{engine.url} serves version {served!r}, not {version}: it was started anew meanwhile")
+    engine.resume()
 
 
 def _begin(engine: SGLangEngine) -> None:

@@ -78,11 +78,11 @@ class DeltaTransport:
     def abandon(self, version: int) -> None:
         self._publisher.abandon(version)
 
-    def load(self, engine: SGLangEngine) -> None:
+    def load(self, engine: SGLangEngine, version: int) -> None:
         """Raises EngineError, with what to look for where the directory may be another host's."""
         path = self._paths[engine.url]
         try:
-            engine.load_checkpoint(path, self._load_seconds)
+            engine.load_checkpoint(path, self._load_seconds, version)
         except EngineError as error:
             raise EngineError(
                 f"{error}; it was told to load {path}, on its own host: an engine on a host without a trainer's "

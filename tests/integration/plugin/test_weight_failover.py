@@ -48,6 +48,9 @@ class Asked:
         self.version = self._ask("allocate")
         return self.version
 
+    def verify(self, version: int) -> None:
+        self._ask("verify_claim", version)
+
     def announce(self, version: int) -> None:
         self._ask("announce", version)
 

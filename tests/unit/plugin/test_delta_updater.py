@@ -39,11 +39,15 @@ class Engine:
     def __init__(self, url: str) -> None:
         self.url, self.loaded = url, Model()
         self.error: EngineError | None = None
+        self.version = "default"
 
-    def load_checkpoint(self, path: str, _seconds: float) -> None:
+    def weight_version(self) -> str:
+        return self.version
+
+    def load_checkpoint(self, path: str, _seconds: float, version: int) -> None:
         if self.error is not None:
             raise self.error
-        self.loaded = read_checkpoint(Path(path))
+        self.loaded, self.version = read_checkpoint(Path(path)), str(version)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_arguments: None
@@ -73,6 +77,8 @@ class Manager:
 
     def allocate_version(self, _trainer: str) -> int:
         return self.versions.allocate()
+
+    def verify_version(self, version: int, trainer: str) -> None: ...
 
     def announce_version(self, version: int, _trainer: str) -> None:
         self.versions.announce(version)

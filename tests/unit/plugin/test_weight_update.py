@@ -47,6 +47,7 @@ class FakeEngine:
         self.url, self._events = url, events
         self.failing: dict[str, EngineError] = {}
         self.closed = False
+        self.version = "default"
 
     def note(self, step: str, *arguments: Any) -> None:
         self._events.append((step, self.url, *arguments))
@@ -72,6 +73,10 @@ class FakeEngine:
 
     def stamp(self, version: int) -> None:
         self.note("stamp", version)
+        self.version = str(version)
+
+    def weight_version(self) -> str:
+        return self.version
 
     def resume(self) -> None:
         self.note("resume")
