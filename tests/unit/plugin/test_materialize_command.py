@@ -203,9 +203,9 @@ def test_verify_before_the_first_run_says_what_to_do(world: World, capsys: pytes
         (["--engine", "http://10.0.0.1:30000"], "'http://10.0.0.1:30000' is not host:port"),
         (["--load"], "--load: no engine is named; add --engine host:port"),
         (["--reader", "a/b"], "reader_id='a/b'"),
-        (["--source", "/nowhere/weights"], "/nowhere/weights: no such directory; mount it, start the job"),
+        (["--source", "{tmp}/none"], "/none: no such directory; mount it, start the job"),
         (["--source", "ftp://host/weights"], "ftp://host/weights: no place to publish"),
-        (["--base", "/nowhere"], "/nowhere"),
+        (["--base", "{tmp}/none"], "/none"),
         (["--local", "/proc/local"], "/proc/local"),
     ],
 )
@@ -213,10 +213,11 @@ def test_what_is_wrong_is_one_line(
     more: list[str], expected: str, world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
     world.publish(1)
+    more = [each.format(tmp=world.root) for each in more]
     status, out, error = materialize(capsys, arguments(world, *more))
     assert (status, out, len(error.splitlines())) == (2, "", 1), error
     assert expected in error
-    assert not Path("/nowhere").exists()
+    assert not (world.root / "none").exists()
 
 
 def test_a_source_that_is_not_mounted_is_not_made(world: World, capsys: pytest.CaptureFixture[str]) -> None:
