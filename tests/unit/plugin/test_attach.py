@@ -310,6 +310,15 @@ def test_an_engine_named_twice_is_refused_under_whatever_name(checkpoint: Path) 
         assert f"{other}: is the same engine as {address}" in refusal([address, other], Expected(checkpoint, 1))
 
 
+def test_an_engine_that_a_run_has_already_is_known_under_whatever_name(checkpoint: Path) -> None:
+    served = {"model_path": str(checkpoint)}
+    with listening(sglang(served, {})) as address, listening(sglang(served, {"startup_time": 2.5})) as another:
+        other = f"http://{address.replace('127.0.0.1', 'localhost')}"
+        run = [f"http://{another}", "http://127.0.0.1:9", f"http://{address}"]  # of which one is gone
+        assert attaching.twin(other, run, Expected(checkpoint, 1)) == f"http://{address}"
+        assert attaching.twin(other, run[:2], Expected(checkpoint, 1)) is None
+
+
 FLAGS = ["--rollout-external", "--rollout-external-engine-addrs"]
 
 

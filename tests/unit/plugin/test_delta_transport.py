@@ -36,7 +36,7 @@ class Engine(SGLangEngine):
         self.error = error
         self.loaded: Model = {}
 
-    def load_checkpoint(self, path: str, seconds: float) -> None:
+    def load_checkpoint(self, path: str, seconds: float, version: int) -> None:
         assert seconds == LOAD_SECONDS
         if self.error is not None:
             raise self.error
@@ -81,7 +81,7 @@ class Job:
 
     def loaded(self) -> Model:
         engine = Engine(A)
-        self.ranks[0].load(engine)
+        self.ranks[0].load(engine, 7)
         return engine.loaded
 
     def versions(self) -> list[str]:
@@ -184,7 +184,7 @@ def test_an_engine_that_cannot_load_is_told_with_the_path_and_what_its_host_need
     job = jobs(ranks=1)
     job.update(0)
     with pytest.raises(EngineError) as caught:
-        job.ranks[0].load(Engine(B, EngineError(f"{B}: HTTP 400: no such directory", 400)))
+        job.ranks[0].load(Engine(B, EngineError(f"{B}: HTTP 400: no such directory", 400)), 7)
     assert str(caught.value).startswith(f"{B}: HTTP 400: no such directory; it was told to load {tmp_path}/local/a, on")
     assert "miles-mooncake materialize --follow" in str(caught.value)
     assert caught.value.status == 400

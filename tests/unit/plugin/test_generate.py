@@ -150,3 +150,27 @@ def test_no_engine_is_asked_for_nothing(group_size: int, make: Callable[[int], R
     assert_answered(rollouts.sample(1, group_size), {"1", "2"})
     assert not rollouts.engines[2].asked
     assert not rollouts.outside()
+
+
+@pytest.mark.parametrize("says", ["default", "6"])
+def test_what_an_engine_that_was_started_anew_answered_is_asked_of_others(
+    says: str, make: Callable[[int], Rollouts]
+) -> None:
+    """After the roll call, so that nobody has noticed."""
+    rollouts = make(3)
+    for engine in rollouts.engines:
+        engine.version = "7"
+    rollouts.fleet.updated(7, [engine.url for engine in rollouts.engines], ())
+    second = rollouts.engines[1]
+    second.version = says
+    assert_answered(rollouts.sample(6), {"7"})
+    assert rollouts.outside() == {
+        second.url: f"generate: {second.url} answered by version {says!r}, not by 7: it was started anew"
+    }
+
+
+def test_before_the_first_update_any_version_will_do(make: Callable[[int], Rollouts]) -> None:
+    rollouts = make(2)
+    rollouts.engines[0].version = "default"
+    assert_answered(rollouts.sample(4), {"default", "2"})
+    assert rollouts.outside() == {}

@@ -136,6 +136,23 @@ def test_a_trainer_that_was_replaced_between_transfer_and_commit_commits_nothing
 # Owners
 
 
+def test_whoever_lost_its_number_is_told_before_it_touches_an_engine(
+    versions: VersionAuthority, tmp_path: Path
+) -> None:
+    number = versions.allocate(TRAINER)
+    versions.verify_claim(number, TRAINER)
+    versions.register_trainer("next", takeover=True)
+    with pytest.raises(VersionFenced, match=f"{TRAINER} may not update engines to"):
+        versions.verify_claim(number, TRAINER)
+    newer = versions.allocate("next")
+    versions.verify_claim(newer, "next")
+    with pytest.raises(VersionFenced, match=f"may not update engines to version {number}"):
+        versions.verify_claim(number, "next")
+    open_versions(tmp_path / "versions", "another", takeover=True)
+    with pytest.raises(VersionFenced, match="took over"):
+        versions.verify_claim(newer, "next")
+
+
 def test_a_living_owner_is_named_and_taken_over_only_when_asked(tmp_path: Path, impatient: None) -> None:
     first = open_versions(tmp_path / "versions", "first")
     first.register_trainer(TRAINER)

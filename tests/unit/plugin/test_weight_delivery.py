@@ -24,7 +24,6 @@ STEPS = {
     "flush_cache": "flush",
     "load": "load",
     "check": "verify",
-    "stamp": "stamp",
     "resume": "resume",
 }
 
@@ -63,8 +62,10 @@ class FakeDelivery(FakeTransport):
     def abandon(self, version: int) -> None:
         self._note("abandon", version)
 
-    def load(self, engine: SGLangEngine) -> None:
-        cast(FakeEngine, engine).note("load")
+    def load(self, engine: SGLangEngine, version: int) -> None:
+        fake = cast(FakeEngine, engine)
+        fake.note("load", version)
+        fake.version = str(version)
 
 
 class Delivering(Update):
@@ -85,10 +86,10 @@ def test_engines_serve_until_all_is_where_they_load_it_from() -> None:
     done = update.run(A, B)
     assert update.steps() == [
         "allocate", "model_info", "connect", "begin", "send", "wants_all", "deliver", "pause", "flush_cache", "load",
-        "check", "stamp", "announce", "resume", "commit",
+        "check", "announce", "resume", "commit",
     ]  # fmt: skip
     assert update.of(A) == update.of(B) == list(STEPS)
-    for told in (("begin", 5), ("deliver", 5, A, B), ("stamp", B, 5), ("announce", 5), ("commit", 5, (A, B), ())):
+    for told in (("begin", 5), ("deliver", 5, A, B), ("load", B, 5), ("announce", 5), ("commit", 5, (A, B), ())):
         assert told in update.events
     assert (done.version, done.nbytes, done.density, done.confirmed, done.left) == (5, 10, 0.25, (A, B), ())
     assert done.proven == 5
@@ -234,7 +235,7 @@ def test_weights_that_differ_are_never_served() -> None:
     update = Delivering()
     update.engines[A].failing["check"] = WeightsDiffer(f"engine {A} does not hold the trainer's weights")
     assert update.run(A, B).confirmed == (B,)
-    assert "stamp" not in update.of(A)
+    assert "resume" not in update.of(A)
 
 
 def test_an_engine_that_cannot_be_reached_is_not_delivered_to() -> None:

@@ -18,3 +18,24 @@ def test_one_rank_takes_steps_alone() -> None:
 
     with pytest.raises(ValueError, match="as it is"):
         ranks.take({"fail": fail}, "fail")
+
+
+def test_what_rank_0_raised_is_not_lost_when_the_others_do_not_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They may wait for it in a collective of the step, until that times out."""
+    ranks = Ranks()
+    monkeypatch.setattr(ranks, "_group", object())
+    monkeypatch.setattr(ranks, "_say", lambda _said: None)
+
+    def gather(_own: object) -> None:
+        assert "the cause" in caplog.text, "said before anybody waits"
+        raise RuntimeError("Application timeout caused pair closure")
+
+    monkeypatch.setattr(ranks, "_gather", gather)
+
+    def fail() -> None:
+        raise ValueError("the cause")
+
+    with pytest.raises(ValueError, match="the cause"):
+        ranks.take({"fail": fail}, "fail")

@@ -33,9 +33,9 @@ STEPS = {
     "pause": "pause",
     "flush_cache": "flush",
     "begin_update": "begin",
+    "stamp": "stamp",
     "end_update": "end",
     "check": "verify",
-    "stamp": "stamp",
     "resume": "resume",
 }
 
@@ -47,7 +47,7 @@ class FakeEngine:
         self.url, self._events = url, events
         self.failing: dict[str, EngineError] = {}
         self.closed = False
-        self.version = "default"
+        self.version, self.is_open = "default", False
 
     def note(self, step: str, *arguments: Any) -> None:
         self._events.append((step, self.url, *arguments))
@@ -67,9 +67,16 @@ class FakeEngine:
 
     def begin_update(self) -> None:
         self.note("begin_update")
+        self.is_open = True
 
     def end_update(self) -> None:
         self.note("end_update")
+        if not self.is_open:
+            raise EngineError(f"{self.url}: no update is open", 400)
+        self.is_open = False
+
+    def start_anew(self) -> None:
+        self.version, self.is_open = "default", False
 
     def stamp(self, version: int) -> None:
         self.note("stamp", version)
@@ -186,8 +193,8 @@ def test_every_engine_takes_each_step_before_any_takes_the_next() -> None:
     update = Update()
     done = update.run(A, B)
     assert update.steps() == [
-        "allocate", "model_info", "connect", "pause", "flush_cache", "begin_update", "connect", "send", "end_update",
-        "check", "stamp", "announce", "resume", "commit",
+        "allocate", "model_info", "connect", "pause", "flush_cache", "begin_update", "connect", "send", "stamp",
+        "end_update", "check", "announce", "resume", "commit",
     ]  # fmt: skip
     assert update.of(A) == update.of(B) == list(STEPS)
     for told in (("pause", A, "retract"), ("stamp", B, 5), ("announce", 5), ("commit", 5, (A, B), ())):
@@ -293,7 +300,7 @@ def test_an_update_that_was_left_open_is_closed_first(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(update.engines[A], "begin_update", refuse_once)
     assert update.run(A, B).confirmed == (A, B)
-    assert update.of(A)[3:7] == ["begin_update", "end_update", "begin_update", "end_update"]
+    assert update.of(A)[3:8] == ["begin_update", "end_update", "begin_update", "stamp", "end_update"]
     assert update.of(B) == list(STEPS)
 
 
@@ -421,8 +428,44 @@ def test_weights_that_differ_are_never_served() -> None:
     update.engines[A].failing["check"] = WeightsDiffer(f"engine {A} does not hold the trainer's weights")
     done = update.run(A, B)
     assert done.confirmed == (B,)
-    assert "stamp" not in update.of(A)
+    assert "resume" not in update.of(A)
     assert done.proven == 5
+
+
+@pytest.mark.parametrize("during", ["send", "stamp", "end_update", "check", "announce"])
+def test_an_engine_that_is_started_anew_during_an_update_is_never_taken_for_updated(during: str) -> None:
+    """It serves its checkpoint then, whatever it is stamped with."""
+    update = Update()
+
+    class Restarts(list[tuple[Any, ...]]):
+        def append(self, event: tuple[Any, ...]) -> None:
+            super().append(event)
+            if event[0] == during and event[1:2] != (A,):
+                update.engines[A].start_anew()
+
+    update.events = update.versions.events = update.transport._events = Restarts()
+    for engine in update.engines.values():
+        engine._events = update.events
+    done = update.run(A, B)
+    assert (done.confirmed, [left.url for left in done.left]) == ((B,), [A])
+    assert "resume" not in update.of(A)
+
+
+@pytest.mark.parametrize("before", ["pause", "stamp"])
+def test_a_trainer_that_lost_its_number_touches_no_engine_any_more(before: str) -> None:
+    update = Update()
+    asked: list[int] = []
+
+    def verify(version: int) -> None:
+        asked.append(version)
+        if len(asked) == (1 if before == "pause" else 2):
+            raise VersionFenced("another trainer has taken over")
+
+    update.versions.verify = verify  # type: ignore[method-assign]
+    with pytest.raises(VersionFenced):
+        update.run(A, B)
+    assert before not in update.of(A)
+    assert asked == [5] * len(asked)
 
 
 def test_clients_stay_between_updates_and_are_let_go_of_once() -> None:
