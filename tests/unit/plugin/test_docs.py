@@ -27,7 +27,18 @@ OTHERS = {
     "--custom-update-weight-post-write-path": "miles",
     "--custom-async-data-buffer-path": "miles",
     **dict.fromkeys(
-        ("--model-path", "--dtype", "--host", "--port", "--tp-size", "--json-model-override-args"), "SGLang"
+        (
+            "--model-path",
+            "--dtype",
+            "--host",
+            "--port",
+            "--tp-size",
+            "--json-model-override-args",
+            "--device",
+            "--engine-info-bootstrap-port",
+            "--dist-init-addr",
+        ),
+        "SGLang",
     ),
     "--enable-return-routed-experts": "SGLang",
     "--remote-instance-weight-loader-start-seed-via-transfer-engine": "SGLang",
