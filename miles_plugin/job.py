@@ -169,12 +169,15 @@ def _say_engine_news(parts: Parts, observer: Observer) -> None:
 
 
 def _step(config: TrainConfig, parts: Parts, rollout_id: int, observer: Observer) -> Step:
-    updates = []
+    updates: list[UpdateRecord] = []
+    updating = 0.0
     waiting = parts.managed("roll_call")
     _say_engine_news(parts, observer)
     if waiting:
         observer.message(f"engines that wait for weights: {', '.join(waiting)}")
+        update_started = time.perf_counter()
         updates.append(_update(parts, observer))
+        updating = time.perf_counter() - update_started
     observer.phase_started("generate")
     rollout = parts.managed("generate", rollout_id)
     observer.phase_started("train")
@@ -193,9 +196,10 @@ def _step(config: TrainConfig, parts: Parts, rollout_id: int, observer: Observer
     if (rollout_id + 1) % config.update_weights_interval == 0 or is_last:
         update_started = time.perf_counter()
         updates.append(_update(parts, observer))
-        seconds["update"] = time.perf_counter() - update_started
-        nbytes["update"] = updates[-1].nbytes
+        updating += time.perf_counter() - update_started
         version = updates[-1].version
+    if updates:
+        seconds["update"], nbytes["update"] = updating, sum(update.nbytes for update in updates)
     accuracy = None
     if (rollout_id + 1) % config.eval_interval == 0 or is_last:
         observer.phase_started("evaluate")

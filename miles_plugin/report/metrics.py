@@ -60,7 +60,10 @@ def step_metrics(arm: Arm, index: int, config: dict[str, Any]) -> dict[str, floa
     metrics |= {_SECONDS.get(phase, f"perf/{phase}_time"): value for phase, value in step.seconds.items()}
     if step.updates:
         update = step.updates[-1]
-        metrics |= {f"perf/update_weights_{phase}_time": value for phase, value in update.seconds.items()}
+        metrics |= {
+            f"perf/update_weights_{phase}_time": sum(each.seconds.get(phase, 0.0) for each in step.updates)
+            for phase in update.seconds
+        }
         metrics["perf/update_weights_density"] = update.density
         metrics["rollout/engines"] = len(update.engines)
         metrics["rollout/engines_left"] = len(update.left)

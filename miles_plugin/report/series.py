@@ -184,9 +184,9 @@ def _time(report: Report) -> Panel:
 
 
 def _update(report: Report) -> Panel:
-    """Of the update after each rollout's training; 0 where there was none."""
+    """Of all updates of a step; 0 where there was none."""
     arm = main_arm(report)
-    updates = [step.updates[-1].seconds if step.served_version is not None else {} for step in arm.steps] if arm else []
+    updates = [_update_seconds(step) for step in arm.steps] if arm else []
     lines = [
         Line(
             f"{phase} {units.seconds(_median([seconds[phase] for seconds in updates if phase in seconds]))}",
@@ -198,6 +198,14 @@ def _update(report: Report) -> Panel:
         if any(seconds.get(phase) for seconds in updates)
     ]
     return Panel("update", "Weight update", _of(arm, "seconds by phase"), "", lines, stacked=True, last_x=_last(arm))
+
+
+def _update_seconds(step: Step) -> dict[str, float]:
+    totals: dict[str, float] = {}
+    for update in step.updates:
+        for phase, seconds in update.seconds.items():
+            totals[phase] = totals.get(phase, 0.0) + seconds
+    return totals
 
 
 def _bytes(report: Report) -> Panel:
