@@ -31,10 +31,10 @@ STEPS = {
     "/pause_generation": "pause",
     "/flush_cache": "flush",
     "/begin_weight_update": "begin",
+    "/update_weight_version": "stamp",
     "/end_weight_update": "end",
     "/update_weights_from_disk": "load",
     "/weights_checker": "verify",
-    "/update_weight_version": "stamp",
     "/continue_generation": "resume",
 }
 MODES = {
@@ -43,7 +43,8 @@ MODES = {
     "disk-delta": dict[str, str](),
 }
 # How weights come in, and which steps there are for it.
-WRITTEN, LOADED = ("/begin_weight_update", "/end_weight_update"), ("/update_weights_from_disk",)
+WRITTEN = ("/begin_weight_update", "/update_weight_version", "/end_weight_update")
+LOADED = ("/update_weights_from_disk",)
 
 
 def steps(mode: str) -> dict[str, str]:
@@ -283,7 +284,8 @@ def test_steps_come_in_order_and_none_resumes_before_all_are_stamped_and_the_man
     for each, before in zip(engines.standing, seen, strict=True):
         paths = [call["path"] for call in each.calls()[before:]]
         assert [path for path in dict.fromkeys(paths) if path in order] == order
-    assert max(_when(engines, "/update_weight_version", seen)) < min(_when(engines, "/continue_generation", seen))
+    stamped = LOADED[0] if mode == "disk-delta" else "/update_weight_version"
+    assert max(_when(engines, stamped, seen)) < min(_when(engines, "/continue_generation", seen))
 
 
 def _when(engines: Engines, path: str, after: list[int]) -> list[float]:
