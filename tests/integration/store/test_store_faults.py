@@ -408,6 +408,7 @@ def test_a_writer_that_is_killed(master: MasterProcess, holder: RunningHolder, m
 def stop_at(connection: Connection, address: str, share_memory: bool) -> None:
     """Put a batch of 16 MiB, stopped in its midst."""
     from mooncake_store.encode import Encoded
+    from mooncake_store.rows import STEP_BYTES
 
     store = store_with(address, "stopped", limits=PATIENT, share_memory=share_memory)
     write, reserved = Encoded.write, itertools.count()
@@ -416,7 +417,7 @@ def stop_at(connection: Connection, address: str, share_memory: bool) -> None:
         reserve = sink.reserve
 
         def step(position: int, nbytes: int) -> Any:
-            if next(reserved) == 40:
+            if next(reserved) == self.nbytes // STEP_BYTES // 2:
                 os.kill(os.getpid(), signal.SIGSTOP)
             return reserve(position, nbytes)
 
