@@ -160,7 +160,7 @@ def _join(parts: Parts, address: str, hosts: Collection[str], observer: Observer
     except ConfigError as error:
         refused = str(error)
     if refused:
-        observer.message(f"warning: {refused}; then run add-engine again")
+        observer.message(f"warning: {refused}")
 
 
 def _say_engine_news(parts: Parts, observer: Observer) -> None:

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import msgspec
@@ -27,7 +26,6 @@ ALIGNMENT = 64
 _MAX_DEPTH = 100  # far below Python's own limit, so that what could be put can be got, however deep the reader's stack
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 _KEYS = frozenset({str, int})
-_CONTAINERS = frozenset({list, dict})
 _encoder = msgspec.msgpack.Encoder()
 _native_is_plain: Callable[[list[Any], int], bool] | None = None
 with suppress(ImportError):  # no C compiler where this was installed
@@ -124,27 +122,9 @@ class TreeWriter:
 
 
 def is_plain(values: list[Any]) -> bool:
-    """Whether values are made of nothing but None, bool, int, float, str, bytes, lists, and dicts with keys of str and
-    int."""
-    return _native_is_plain(values, _MAX_DEPTH) if _native_is_plain is not None else _is_plain(values)
-
-
-def _is_plain(values: Sequence[Any]) -> bool:
-    """Looks at all values of one depth together, which takes no step of Python for each."""
-    for _ in range(_MAX_DEPTH):
-        kinds = set(map(type, values)) - _ATOMS
-        if not kinds:
-            return True
-        if not kinds <= _CONTAINERS:
-            return False
-        # Each once, or one that holds itself would be looked at more often with each level.
-        inner = {id(value): value for value in values if type(value) in _CONTAINERS}.values()
-        dicts = [value for value in inner if type(value) is dict]
-        if not _KEYS.issuperset(map(type, chain.from_iterable(dicts))):
-            return False
-        lists = [value for value in inner if type(value) is list]
-        values = [*chain.from_iterable(lists), *chain.from_iterable(map(dict.values, dicts))]
-    return False
+    """Whether values are seen to be made of nothing but None, bool, int, float, str, bytes, lists, and dicts with keys
+    of str and int; never where `_native.c` was not built: to look at each here takes as long as to pack it."""
+    return _native_is_plain is not None and _native_is_plain(values, _MAX_DEPTH)
 
 
 def _key(key: Any) -> str | int:

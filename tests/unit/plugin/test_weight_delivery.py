@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import pytest
@@ -201,17 +201,10 @@ def test_a_place_that_fails_is_named_by_what_failed_first() -> None:
 
 
 @pytest.mark.parametrize("step", ["begin", "send", "send all"])
-def test_a_rank_that_fails_ends_the_update(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_fails_ends_the_update(step: str) -> None:
     update = Delivering()
     update.delivery.is_not_enough = True
-    take = update.ranks.take
-
-    def fail(steps: Any, name: str, *arguments: Any) -> list[Any]:
-        if name == step:
-            raise RankFailed(f"trainer rank 1, step {step}: it broke")
-        return take(steps, name, *arguments)
-
-    monkeypatch.setattr(update.ranks, "take", fail)
+    update.fail_in(step)
     with pytest.raises(RankFailed):
         update.run(A, B)
     assert [event for event in update.events if event[0] == "abandon"] == [("abandon", 5)]
@@ -221,13 +214,7 @@ def test_a_rank_that_fails_ends_the_update(step: str, monkeypatch: pytest.Monkey
 
 def test_a_source_that_raises_is_abandoned_too() -> None:
     update = Delivering()
-
-    def broken() -> Iterator[tuple[str, Any]]:
-        yield "a", WEIGHTS["a"]
-        raise ValueError("weights were lost")
-
-    with pytest.raises(ValueError, match="weights were lost"):
-        update.updater.update(broken, [EngineAddress(A)])
+    update.run_broken()
     assert update.steps()[-1] == "abandon"
 
 

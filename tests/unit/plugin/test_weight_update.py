@@ -180,6 +180,27 @@ class Update:
         assert done is not None
         return done
 
+    def fail_in(self, step: str) -> None:
+        """Another rank raises when all take this step."""
+        take = self.ranks.take
+
+        def fail(steps: Any, name: str, *arguments: Any) -> list[Any]:
+            if name == step:
+                raise RankFailed(f"trainer rank 1, step {step}: it broke")
+            return take(steps, name, *arguments)
+
+        self.ranks.take = fail  # type: ignore[method-assign]
+
+    def run_broken(self) -> None:
+        """The source raises in its midst."""
+
+        def broken() -> Iterator[tuple[str, Any]]:
+            yield "a", WEIGHTS["a"]
+            raise ValueError("weights were lost")
+
+        with pytest.raises(ValueError, match="weights were lost"):
+            self.updater.update(broken, [EngineAddress(A)])
+
     def steps(self) -> list[str]:
         """What was done, each step once however many engines took it side by side."""
         names = [event[0] for event in self.events]
@@ -372,16 +393,9 @@ def test_what_any_rank_saw_fail_has_failed_and_their_bytes_are_summed() -> None:
         update.run(A, B)
 
 
-def test_a_rank_that_fails_ends_the_update_with_its_engines_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_fails_ends_the_update_with_its_engines_paused() -> None:
     update = Update()
-    take = update.ranks.take
-
-    def fail(steps: Any, name: str, *arguments: Any) -> list[Any]:
-        if name == "send":
-            raise RankFailed("trainer rank 1, step send: it broke")
-        return take(steps, name, *arguments)
-
-    monkeypatch.setattr(update.ranks, "take", fail)
+    update.fail_in("send")
     with pytest.raises(RankFailed):
         update.run(A, B)
     assert update.of(A) == ["model_info", "pause", "flush_cache", "begin_update"]
@@ -390,13 +404,7 @@ def test_a_rank_that_fails_ends_the_update_with_its_engines_paused(monkeypatch: 
 
 def test_a_source_that_raises_ends_the_update_with_its_engines_paused() -> None:
     update = Update()
-
-    def broken() -> Iterator[tuple[str, Any]]:
-        yield "a", WEIGHTS["a"]
-        raise ValueError("weights were lost")
-
-    with pytest.raises(ValueError, match="weights were lost"):
-        update.updater.update(broken, [EngineAddress(A)])
+    update.run_broken()
     assert "end_update" not in update.steps()
 
 
