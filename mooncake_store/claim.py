@@ -266,14 +266,19 @@ class RunClaim:
             except StoreError as error:
                 self._beat_anew(segments, error)
 
-    def check(self) -> None:
-        """Raise StoreUnavailable when this process was silent for so long that others may have freed its memory."""
-        silent = time.monotonic() - self._beaten
+    def check(self) -> float:
+        """Raise StoreUnavailable when this process was silent for so long that others may have freed its memory.
+
+        Returns the time.monotonic() at which that would be so without another sign of life.
+        """
+        beaten = self._beaten
+        silent = time.monotonic() - beaten
         if silent > SILENT_SECONDS:
             raise StoreUnavailable(
                 f"this process showed no sign of life for {silent:.0f} s: its run may have been swept, and the memory "
                 f"that it writes into given to others; put the batch again"
             )
+        return beaten + SILENT_SECONDS
 
     def release(self) -> None:
         """Give the run id up for good; what the run put stays until it is removed or swept. Best effort."""

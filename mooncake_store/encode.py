@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Mapping, Sequence
-from concurrent.futures import wait
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -25,13 +26,15 @@ from mooncake_store.format import (
     encode_table,
     pack_header,
 )
-from mooncake_store.rows import STEP_BYTES, ArrayRows, LeafRows, PackedRows, Rows, Sink, StackedRows, Step
+from mooncake_store.processors import beside, processor
+from mooncake_store.rows import STEP_BYTES, ArrayRows, LeafRows, PackedRows, Rows, Sink, StackedRows, step_bytes
 from mooncake_store.tree import ARRAY_HEADER
 from mooncake_store.worker import Worker
 
 # What two threads write sooner than one, which has to wake the other.
 SHARED_BYTES = 4 << 20
 _NONE: Bytes = np.empty(0, dtype=np.uint8)
+_Item = TypeVar("_Item")
 
 
 class Into:
@@ -39,6 +42,7 @@ class Into:
 
     def __init__(self, out: Bytes | memoryview | bytearray) -> None:
         self.helper: Worker | None = None
+        self.in_place, self.until = False, math.inf
         self._out = np.frombuffer(out, dtype=np.uint8)
 
     def reserve(self, position: int, nbytes: int) -> Bytes:
@@ -52,6 +56,7 @@ class _Nowhere:
 
     def __init__(self) -> None:
         self.helper: Worker | None = None
+        self.in_place, self.until = False, math.inf
         self._scratch = np.empty(STEP_BYTES, dtype=np.uint8)
 
     def reserve(self, position: int, nbytes: int) -> Bytes:  # noqa: ARG002
@@ -118,25 +123,31 @@ class Encoded:
         return xxhash.xxh3_128_hexdigest(table)
 
     def _write_data(self, sink: Sink) -> list[list[int]]:
-        """Write the buffers, half of the bytes by the sink's helper if it has one; return the digests of each."""
+        """Write the buffers, the sink's helper taking part if it has one; return the digests of each."""
         buffers = [rows for part in self._parts.values() for rows in part.buffers]
-        steps = [(number, step) for number, rows in enumerate(buffers) for step in rows.steps()]
+        steps = [(number, step) for number, rows in enumerate(buffers) for step in rows.steps(step_bytes(sink))]
+        sums: list[list[int]] = [[] for _ in steps]
+        left = deque(zip(steps, sums, strict=True))  # each thread takes the next: neither waits for the other
 
-        def write(these: Sequence[tuple[int, Step]]) -> list[list[int]]:
-            sums: list[list[int]] = [[] for _ in buffers]
-            for number, step in these:
-                sums[number] += buffers[number].write(step, sink, self.head_bytes)
-            return sums
+        def write() -> None:
+            for (number, step), digests in _taken(left):
+                digests += buffers[number].write(step, sink, self.head_bytes)
 
         if sink.helper is None or self.nbytes < SHARED_BYTES:
-            return write(steps)
-        half = sum(2 * (buffers[number].at + step.end) <= self.nbytes - self.head_bytes for number, step in steps)
-        helping = sink.helper.submit(write, steps[:half])
-        try:
-            second = write(steps[half:])
-        finally:
-            wait([helping])  # whatever ends this, the memory is another's then
-        return [before + behind for before, behind in zip(helping.result(), second, strict=True)]
+            write()
+        else:
+            helping = sink.helper.submit(beside, processor(), write)
+            try:
+                write()
+            finally:
+                left.clear()
+                failed = helping.exception()  # whatever ends this, the memory is another's then
+            if failed is not None:
+                raise failed
+        found: list[list[int]] = [[] for _ in buffers]
+        for (number, _), digests in zip(steps, sums, strict=True):
+            found[number] += digests
+        return found
 
     @property
     def digest(self) -> str:
@@ -223,6 +234,13 @@ def _checked_partitions(partitions: Sequence[Sequence[int]] | None, num_rows: in
             f"there twice"
         )
     return split
+
+
+def _taken(left: deque[_Item]) -> Iterator[_Item]:
+    """What is left, also while others take from it."""
+    with suppress(IndexError):
+        while True:
+            yield left.popleft()
 
 
 # --- columns ----------------------------------------------------------------------------------------------------------

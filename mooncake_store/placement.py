@@ -81,7 +81,8 @@ class Writer:
 
     Args:
         pool: warm registered buffers, of which a put over the network takes two windows.
-        check: called before each step of a put; raises StoreUnavailable when this process's memory may have been freed.
+        check: called before each step of a put; raises StoreUnavailable when this process's memory may have been
+            freed, else returns up to which time.monotonic() it is not.
         chunk_bytes: largest part, unless an object would have more than MAX_PARTS; None for objects in one part
             wherever they fit.
     """
@@ -93,11 +94,11 @@ class Writer:
         pool: BufferPool,
         limits: Limits,
         chunk_bytes: int | None,
-        check: Callable[[], None],
+        check: Callable[[], float],
     ) -> None:
         self._client, self._owners, self._pool, self._limits, self._check = client, owners, pool, limits, check
         self._chunk_bytes = chunk_bytes
-        # One sends a window while the next is filled, one fills half of what lies in mapped memory.
+        # One sends a window while the next is filled, one helps to fill mapped memory.
         self._sender, self._helper = Worker("mooncake windows"), Worker("mooncake halves")
 
     def put(self, prefix: str, payload: Payload, replica_num: int, claim: Callable[[str], None]) -> Written:
@@ -206,7 +207,6 @@ class Writer:
             else:
                 self._client.commit(keys)
                 offsets = self._offsets(owner, keys)
-                _check(not self._owners.forgotten(owner), owner)
                 digest = self._fill(mapping, offsets, parts, payload)
                 if not all(self._client.exist(keys)) and not self._owners.forgotten(owner):
                     raise StoreUnavailable(f"the memory of {key!r} was freed while it was written: put it again")
@@ -216,7 +216,8 @@ class Writer:
         return Copy(owner, tuple(map(Part, keys, parts, offsets)), digest)
 
     def _offsets(self, owner: SegmentRecord, keys: Sequence[str]) -> list[int | None]:
-        locations = self._client.locate(keys)
+        *locations, sentinel = self._client.locate([*keys, owner.sentinel])  # one request; see `forgotten`
+        _check(sentinel is not None, owner)
         offsets = [None if location is None else owner.offset_of(location) for location in locations]
         if any(location is None or not owner.holds(location) for location in locations):
             raise StoreFull(f"segment {owner.name} has no room", retryable=True)

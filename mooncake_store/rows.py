@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -15,6 +16,9 @@ from mooncake_store.worker import Worker
 
 # What is copied and then digested while it is still in the core's own cache.
 STEP_BYTES = 512 << 10
+# The same in place, where it is digested as it is copied: two threads that ask for the interpreter's lock more often
+# wait for each other (measured: with 512 KiB they are no faster than one).
+IN_PLACE_BYTES = 2 << 20
 _NONE: Bytes = np.empty(0, dtype=np.uint8)
 
 
@@ -23,18 +27,28 @@ class Sink(Protocol):
 
     Attributes:
         helper: a thread that may reserve and fill steps, too, in any order; None where only the order below will do.
+        in_place: whether what is reserved is the object itself.
+        until: what was reserved may be written to up to this time.monotonic(); then it has to be reserved again.
     """
 
     helper: Worker | None
+    in_place: bool
+    until: float
 
     def reserve(self, position: int, nbytes: int) -> Bytes:
         """Memory (uint8 [nbytes]) for what comes at `position`; it is filled before the next call of this object.
 
-        Positions grow from the start of the data to the end, then come those before it. A step is at most STEP_BYTES.
+        Positions grow from the start of the data to the end, then come those before it. A step is at most STEP_BYTES,
+        IN_PLACE_BYTES in place.
         """
 
     def finish(self) -> None:
         """All was reserved, and filled."""
+
+
+def step_bytes(sink: Sink) -> int:
+    """The most that is reserved at once."""
+    return IN_PLACE_BYTES if sink.in_place else STEP_BYTES
 
 
 class Step(NamedTuple):
@@ -77,12 +91,22 @@ class Rows:
         """Put rows first..last into `target`."""
         raise NotImplementedError
 
+    def fill_and_digest(self, first: int, last: int, target: Bytes, ends: Numbers, sink: Sink) -> list[int]:  # noqa: ARG002
+        """The same with what the sink reserved; return the digests of the target's blocks, which end at `ends`.
+
+        Raises:
+            TimeoutError: the sink's time has come.
+        """
+        self.fill(first, last, target)
+        return digests(target.data, ends)
+
     def row(self, number: int) -> Bytes:
         """The bytes of one row."""
         raise NotImplementedError
 
-    def steps(self) -> Iterator[Step]:
-        """In which to write them: as many rows as fit, or as few as one block has, or one row if that has several."""
+    def steps(self, most: int = STEP_BYTES) -> Iterator[Step]:
+        """In which to write them: as many rows as fit into `most` bytes, or as few as one block has, or one
+        row if that has several."""
         ends, blocks = self._ends, self._blocks
         if blocks.first is None:
             unit_ends = blocks.ends
@@ -92,7 +116,7 @@ class Rows:
             unit_ends, rows, numbers = ends, np.arange(1, ends.size + 1), blocks.first[1:]
         unit, row, block, start = 0, 0, 0, 0
         while unit < unit_ends.size:
-            unit = max(unit + 1, int(unit_ends.searchsorted(start + STEP_BYTES, side="right")))
+            unit = max(unit + 1, int(unit_ends.searchsorted(start + most, side="right")))
             end = int(unit_ends[unit - 1])
             yield Step((row, int(rows[unit - 1])), (block, int(numbers[unit - 1])), start, end)
             row, block, start = int(rows[unit - 1]), int(numbers[unit - 1]), end
@@ -102,10 +126,8 @@ class Rows:
         position = data_at + self.at
         rows, blocks, start, end = step
         ends = self._blocks.ends[slice(*blocks)]
-        if end - start <= STEP_BYTES:
-            target = sink.reserve(position + start, end - start)
-            self.fill(*rows, target)
-            sums = digests(target.data, ends, start)
+        if end - start <= step_bytes(sink):
+            sums = self._at_once(sink, position, step, ends - start)
         else:
             sums = list(self._stream(sink, position, range(*rows), ends.tolist(), start))
         padding = aligned(self.nbytes) - self.nbytes
@@ -117,6 +139,12 @@ class Rows:
         """Where rows end, if they differ, and the blocks' digests."""
         ends = self._ends if self._stride < 0 else self._ends[:0]
         return np.concatenate([as_bytes(ends.astype("<i8")), as_bytes(np.array(sums, dtype="<u8"))])
+
+    def _at_once(self, sink: Sink, position: int, step: Step, ends: Numbers) -> list[int]:
+        while True:
+            target = sink.reserve(position + step.start, step.end - step.start)
+            with suppress(TimeoutError):  # a process that was stopped asks again whether the memory is still its own
+                return self.fill_and_digest(*step.rows, target, ends, sink)
 
     def _stream(self, sink: Sink, position: int, rows: range, ends: Sequence[int], start: int) -> Iterator[int]:
         """Write rows that exceed a step, which end with a block; yield the digests of the blocks."""
@@ -179,8 +207,6 @@ class StackedRows(Rows):
 
     def fill(self, first: int, last: int, target: Bytes) -> None:
         rows = self._rows[first:last]
-        if self._as_they_are and gather(rows, target):
-            return
         out = target.view(self._dtype)
         if self.item is None:
             rows = [row.reshape(-1) for row in rows]
@@ -190,6 +216,13 @@ class StackedRows(Rows):
             np.copyto(out, rows[0], casting="unsafe")
         elif rows:
             np.concatenate(rows, out=out, casting="unsafe")
+
+    def fill_and_digest(self, first: int, last: int, target: Bytes, ends: Numbers, sink: Sink) -> list[int]:
+        if self._as_they_are:
+            sums = gather(self._rows[first:last], target, ends, sink.in_place, sink.until)
+            if sums is not None:
+                return sums
+        return super().fill_and_digest(first, last, target, ends, sink)
 
     def row(self, number: int) -> Bytes:
         return as_bytes(np.ascontiguousarray(self._rows[number], dtype=self._dtype))

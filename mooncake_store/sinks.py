@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
@@ -23,18 +24,22 @@ class _InParts:
     """A sink of an object that is stored in parts; a step that crosses into the next part goes through a scratch.
 
     Args:
-        check: called before each step; what it raises ends the writing.
+        check: called before each step; what it raises ends the writing. It returns how long, by time.monotonic(), its
+            answer holds.
     """
 
-    def __init__(self, parts: Sequence[Frame], check: Callable[[], None]) -> None:
+    def __init__(self, parts: Sequence[Frame], check: Callable[[], float]) -> None:
         self.helper: Worker | None = None
+        self.in_place, self.until = False, math.inf
         self._parts, self._check = parts, check
         self._part_bytes = parts[0].part_bytes
         self._crossing: tuple[int, Bytes] | None = None
 
     def reserve(self, position: int, nbytes: int) -> Bytes:
         self._settle()
-        self._check()
+        until = self._check()
+        if self.in_place:
+            self.until = until
         if not nbytes:  # also behind the last part
             return np.empty(0, dtype=np.uint8)
         part, offset = divmod(position, self._part_bytes)
@@ -68,13 +73,14 @@ class InPlace(_InParts):
 
     Args:
         targets: uint8, memory of each part with room for its frame in front, which is not written.
-        helper: fills half of it.
+        helper: fills a part of it.
     """
 
     def __init__(
-        self, parts: Sequence[Frame], check: Callable[[], None], targets: Sequence[Bytes], helper: Worker
+        self, parts: Sequence[Frame], check: Callable[[], float], targets: Sequence[Bytes], helper: Worker
     ) -> None:
         super().__init__(parts, check)
+        self.in_place = True
         self._targets = targets
         if len(parts) == 1:  # where no step crosses into another part
             self.helper = helper
@@ -95,7 +101,7 @@ class Windows(_InParts):
     def __init__(
         self,
         parts: Sequence[Frame],
-        check: Callable[[], None],
+        check: Callable[[], float],
         buffer: Bytes,
         send: Callable[[int, int, Bytes], None],
         sender: Worker,

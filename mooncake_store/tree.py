@@ -66,7 +66,7 @@ class TreeWriter:
         if is_plain(values):
             with suppress(UnicodeEncodeError, OverflowError):  # which value that is, is said below
                 blobs = list(map(_encoder.encode, values))
-                self.rows += [[] for _ in values]
+                self.rows += [[]] * len(values)  # one for all: only a value that has arrays gets one of its own
                 return blobs
         return list(map(self.pack, values))
 

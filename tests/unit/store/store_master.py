@@ -7,6 +7,7 @@ writes down every call, and fails when told to.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import re
 import uuid
@@ -292,7 +293,7 @@ class Transport:
         self.leased: list[int] = []
         self.pool = BufferPool(1 << 26, 0.05, lambda _, nbytes: self.leased.append(nbytes))
         self.owners = Owners(client, master.records, share_memory)
-        self.check: Callable[[], None] = lambda: None
+        self.check: Callable[[], float] = lambda: math.inf
         self.writer = Writer(client, self.owners, self.pool, limits, chunk_bytes, lambda: self.check())
         self.reader = Reader(client, self.owners, self.pool, limits)
         self.claimed: list[str] = []

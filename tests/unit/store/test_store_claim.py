@@ -473,8 +473,9 @@ def test_who_was_silent_for_too_long_writes_no_more(master: Master, clock: Clock
     mine.take("a")
     for _ in range(3):
         clock.now += claim.SILENT_SECONDS
-        mine.check()
+        assert mine.check() == clock.now, "how long it may write without another sign of life"
         mine.beat(["a"])
+        assert mine.check() == clock.now + claim.SILENT_SECONDS
     clock.now += claim.SILENT_SECONDS + 1
     with pytest.raises(StoreUnavailable, match="no sign of life for 46 s"):
         mine.check()
