@@ -165,7 +165,7 @@ def _join(parts: Parts, address: str, hosts: Collection[str], observer: Observer
 
 def _say_engine_news(parts: Parts, observer: Observer) -> None:
     for news in parts.managed("engine_news"):
-        observer.message(f"warning: {news}")
+        observer.message(news)
 
 
 def _step(config: TrainConfig, parts: Parts, rollout_id: int, observer: Observer) -> Step:

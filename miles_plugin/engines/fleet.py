@@ -98,6 +98,8 @@ class Fleet:
         self._lives = dict.fromkeys(self._members, 0)
         self._version: int | None = None
         self._news: list[str] = []
+        # What those outside failed in when that was last said: the same again is no news.
+        self._failed_in: dict[str, str] = {}
         # Outside, and failed an update since it was last seen not to answer: it gets the next one, but none of its own.
         self._tried: set[str] = set()
 
@@ -128,7 +130,7 @@ class Fleet:
         return list(self._outside.values())
 
     def news(self) -> list[str]:
-        """Which engines left the rotation since this was asked last, and why, and which came back."""
+        """Which engines left the rotation since this was asked last, and why, and which came back; a line for each."""
         news, self._news = self._news, []
         return news
 
@@ -143,7 +145,8 @@ class Fleet:
         if ended := member.ended(_DYING_SECONDS):  # the cause, of which whoever noticed knows only the effect
             left = replace(left, reason=ended)
         self._outside = {**self._outside, left.url: left}
-        self._news.append(f"an engine left the rotation: {left}")
+        self._failed_in[left.url] = left.phase
+        self._news.append(f"warning: an engine left the rotation: {left}")
 
     def join(self, member: Member) -> None:
         """Take in an engine that came late; in rotation it is when it has confirmed an update.
@@ -164,6 +167,9 @@ class Fleet:
         self._version = version
         self._tried = {each.url for each in left}
         for each in left:
+            if each.url in self._outside and self._failed_in.get(each.url) != each.phase:
+                self._failed_in[each.url] = each.phase
+                self._news.append(f"warning: an engine stays out of rotation: {each}")
             self.leave(each)
         for url in self._members.keys() - set(confirmed) - self._outside.keys():
             self.leave(Left(url, "prepare", "was not asked to take the newest weights"))

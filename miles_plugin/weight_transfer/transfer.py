@@ -21,10 +21,11 @@ its engines stay paused, and its number is a hole.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -175,6 +176,8 @@ class Updater:
         delivery: of a transport that leaves weights where engines load them from, itself; None of others.
         progress: told on rank 0 how many bytes were taken from the source so far.
         clients: of the engines, by URL; they stay between updates.
+        served: what each engine said it serves when it confirmed an update. reborn: how often one said something else
+            before the next, and so was started anew, which nobody may have noticed.
     """
 
     transport: Transport
@@ -186,6 +189,8 @@ class Updater:
     progress: Callable[[int], None] | None = None
     bounds: Bounds = Bounds()
     clients: dict[str, SGLangEngine] = field(default_factory=dict)
+    served: dict[str, str] = field(default_factory=dict)
+    reborn: Counter[str] = field(default_factory=Counter)
 
     def update(self, source: Source, engines: Sequence[EngineAddress] = ()) -> WeightUpdate | None:
         """Bring engines to the weights of `source`, under a new version; collective.
@@ -248,8 +253,7 @@ class _Update:
         with self._pool, self._timed("converge"):
             version = self._authority.allocate()
             with self._timed("prepare"):
-                # One that hangs, and is offered every update, must not hold each up for long.
-                self._on_each("prepare", lambda engine: engine.model_info(self._settings.bounds.answer))
+                self._greet()
                 self._connect()
             if delivery is not None:
                 with self._timed("transfer"):
@@ -277,9 +281,19 @@ class _Update:
             with self._timed("resume"):
                 self._on_each("resume", lambda engine: _resume(engine, version))
         confirmed = tuple(engine.url for engine in self._engines)
+        self._settings.served.update(dict.fromkeys(confirmed, str(version)))
         self._authority.commit(version, confirmed, self._left)
         density = nbytes / of if of else 1.0
         return WeightUpdate(version, nbytes, density, self._seconds, confirmed, tuple(self._left), proven)
+
+    def _greet(self) -> None:
+        """Leave out who does not answer, and take who was started anew since its last update for another engine."""
+        # One that hangs, and is offered every update, must not hold each up for long.
+        seconds, served, reborn = self._settings.bounds.answer, self._settings.served, self._settings.reborn
+        versions = self._on_each("prepare", lambda engine: engine.weight_version(seconds))
+        for engine, version in zip(self._engines, versions, strict=True):
+            reborn[engine.url] += served.get(engine.url, version) != version
+        self._engines = [replace(engine, life=engine.life + reborn[engine.url]) for engine in self._engines]
 
     def _connect(self) -> None:
         for failed in self._settings.ranks.take(self._steps, "connect", self._engines):

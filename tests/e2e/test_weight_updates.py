@@ -163,7 +163,7 @@ def test_an_engine_that_runs_by_itself_may_join_late_and_be_restarted_and_outliv
             servers.kill(0)
             await_output(job, output, f"warning: an engine left the rotation: {url} failed in ")
             servers.restart(0)
-            await_output(job, output, f"warning: engine {url} is back in rotation, with version ")
+            await_output(job, output, f"engine {url} is back in rotation, with version ")
             went_on = rollouts(output)
             await_condition(lambda: rollouts(output) > went_on + 2)
             job.send_signal(signal.SIGINT)

@@ -326,6 +326,22 @@ def test_an_engine_that_was_started_anew_gets_no_request_before_it_has_the_newes
     fleet.stop()
 
 
+@pytest.mark.parametrize("mode", MOSTLY)
+@pytest.mark.parametrize("number", [1, 2])
+def test_engines_that_were_started_anew_unseen_take_the_next_update(
+    number: int, mode: str, engines: Engines, open_updater: Callable[..., Updater]
+) -> None:
+    """Between the roll call and the update, while trainers learn: with the last engine the job would end."""
+    updater = open_updater(mode)
+    engines.update(updater)
+    for index in range(number):
+        engines.kill(index)
+    engines.heal()
+    update = engines.update(updater)
+    assert not update.left
+    assert [engines.served(index) for index in (0, 1)] == [(str(update.version), [float(update.version)])] * 2
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_an_engine_that_joins_late_gets_no_request_before_it_has_the_newest_weights(
     mode: str, engines: Engines, open_updater: Callable[..., Updater]

@@ -184,7 +184,10 @@ def test_who_leaves_and_who_is_back_is_said_once(engines: Engines) -> None:
     fleet.leave(Left(A, "generate", "reset"))
     for version in (0, 1):
         engines.update(version, [B, C], (Left(A, "prepare", "refused"),))
-    assert fleet.news() == [f"an engine left the rotation: {A} failed in generate: reset"]
+    assert fleet.news() == [
+        f"warning: an engine left the rotation: {A} failed in generate: reset",
+        f"warning: an engine stays out of rotation: {A} failed in prepare: refused",
+    ]
     assert fleet.news() == []
     for version in (2, 3):
         engines.update(version, [A, B, C])
@@ -196,7 +199,7 @@ def test_the_end_of_its_process_is_why_an_engine_left() -> None:
     member: Any = SimpleNamespace(engine=FakeEngine(A), ranks=1, ended=lambda _patience: ended)
     fleet = Fleet([member])
     fleet.leave(Left(A, "generate", "no answer"))
-    assert fleet.news() == [f"an engine left the rotation: {A} failed in generate: {ended}"]
+    assert fleet.news() == [f"warning: an engine left the rotation: {A} failed in generate: {ended}"]
     with pytest.raises(EngineError, match="ended with status 137"):
         fleet.serving()
 

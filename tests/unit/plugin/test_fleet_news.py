@@ -47,15 +47,19 @@ def serving(fleet: Fleet) -> list[str]:
     return [engine.url for engine in fleet.serving()]
 
 
-def test_an_engine_leaves_once_for_the_first_reason_and_is_said_once(fleet: Fleet) -> None:
+def test_an_engine_leaves_once_for_the_first_reason_and_each_is_said_once(fleet: Fleet) -> None:
     assert fleet.news() == []
     fleet.leave(Left(A, "generate", "reset"))
     fleet.updated(0, [B], [Left(A, "prepare", "refused")])
     fleet.updated(1, [B], [Left(A, "prepare", "refused")])
     assert serving(fleet) == [B]
-    assert fleet.news() == [f"an engine left the rotation: {A} failed in generate: reset"]
-    assert fleet.news() == []
-    assert [address.life for address in fleet.addresses()] == [3, 0], "each time it may have been started anew since"
+    assert fleet.news() == [
+        f"warning: an engine left the rotation: {A} failed in generate: reset",
+        f"warning: an engine stays out of rotation: {A} failed in prepare: refused",
+    ]
+    fleet.updated(2, [B], [Left(A, "verify", "b differs")])
+    assert fleet.news() == [f"warning: an engine stays out of rotation: {A} failed in verify: b differs"]
+    assert [address.life for address in fleet.addresses()] == [4, 0], "each time it may have been started anew since"
     fleet.leave(Left("http://127.0.0.1:3", "generate", "unknown"))
     assert fleet.news() == []
 
@@ -73,7 +77,7 @@ def test_an_engine_that_confirms_an_update_is_back(fleet: Fleet) -> None:
 def test_the_end_of_its_process_is_why_an_engine_left(fleet: Fleet, servers: tuple[Server, Server]) -> None:
     servers[0].how = f"SGLang at {A} ended with status 137; its log x"
     fleet.leave(Left(A, "generate", "no answer"))
-    assert fleet.news() == [f"an engine left the rotation: {A} failed in generate: {servers[0].how}"]
+    assert fleet.news() == [f"warning: an engine left the rotation: {A} failed in generate: {servers[0].how}"]
     servers[1].version = None
     fleet.roll_call()
     with pytest.raises(EngineError, match=r"^no engine is in rotation: .*:1 .* ended with status 137.*:2 .*no answer"):

@@ -71,7 +71,7 @@ class FakeParts:
             tick()
         self._version += 1
         left = tuple(self._left.pop(0)) if self._left else ()
-        self._news = [f"an engine left the rotation: {each}" for each in left]
+        self._news = [f"warning: an engine left the rotation: {each}" for each in left]
         seconds = dict.fromkeys(PHASES, 0.5)
         return [WeightUpdate(self._version, 1000, 1.0, seconds, (A,), left, 12), None]
 

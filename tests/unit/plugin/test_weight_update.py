@@ -54,11 +54,6 @@ class FakeEngine:
         if step in self.failing:
             raise self.failing[step]
 
-    def model_info(self, seconds: float) -> dict[str, Any]:
-        assert seconds == Bounds().answer < Bounds().call, "one that hangs is offered every update"
-        self.note("model_info")
-        return {}
-
     def pause(self, mode: str) -> None:
         self.note("pause", mode)
 
@@ -82,7 +77,10 @@ class FakeEngine:
         self.note("stamp", version)
         self.version = str(version)
 
-    def weight_version(self) -> str:
+    def weight_version(self, seconds: float | None = None) -> str:
+        if seconds is not None:
+            assert seconds == Bounds().answer < Bounds().call, "one that hangs is offered every update"
+            self.note("model_info")
         return self.version
 
     def resume(self) -> None:
@@ -326,6 +324,31 @@ def test_an_update_that_was_left_open_is_closed_first(monkeypatch: pytest.Monkey
 
 
 # The transport
+
+
+def test_an_engine_that_was_started_anew_is_connected_as_another() -> None:
+    """Though nobody noticed: what was agreed with it, e.g. where its memory is, is gone."""
+    update = Update()
+    connected: list[list[int]] = []
+    connect = update.transport.connect
+
+    def note(engines: Sequence[EngineAddress]) -> Mapping[str, str]:
+        connected.append([engine.life for engine in engines])
+        return connect(engines)
+
+    update.transport.connect = note  # type: ignore[method-assign]
+    update.run(A, B)
+    update.run(A, B)
+    assert connected[-1] == [0, 0]
+    update.engines[A].start_anew()
+    update.run(A, B)
+    assert connected[-1] == [1, 0]
+    update.run(A, B)
+    assert connected[-1] == [1, 0], "it has a life of its own from then on"
+    update.engines[A].start_anew()
+    done = update.updater.update(WEIGHTS.items, [EngineAddress(A, life=3), EngineAddress(B)])
+    assert done is not None
+    assert connected[-1] == [5, 0], "others may have counted, too: no life comes twice"
 
 
 def test_an_engine_that_cannot_be_connected_is_not_paused() -> None:
