@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,14 @@ import torch.multiprocessing as mp  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: E402
 
+from miles_plugin.training.tiny_policy import build_model  # noqa: E402
 from miles_plugin.weight_transfer.ranks import RankFailed, Ranks  # noqa: E402
-from miles_plugin.weight_transfer.sources import CopiesDiffer, check_replicas, named_weights  # noqa: E402
+from miles_plugin.weight_transfer.sources import (  # noqa: E402
+    CopiesDiffer,
+    check_replicas,
+    full_parameters,
+    named_weights,
+)
 from mooncake_store.process import free_ports  # noqa: E402
 
 pytestmark = pytest.mark.integration
@@ -172,6 +178,35 @@ def compare_copies(rank: int) -> dict[str, Any]:
     whole = dict(named_weights([("w", spread(square, [Replicate(), Shard(0)], 1, 3))], torch.float32))["w"]
     seen["gathered"] = whole.tolist()
     return seen
+
+
+def send_copies(rank: int) -> dict[str, Any]:
+    """What becomes of each source of weights of which rank 1 holds another copy, in its midst."""
+    model = build_model(64, 2, seed=0)
+    name = "model.layers.1.post_attention_layernorm.weight"
+
+    def taken(source: Iterable[tuple[str, Any]]) -> str:
+        names = []
+        return reason_of(lambda: names.extend(name for name, _ in source)) + f" after {len(names)}"
+
+    seen = {"alike": taken(full_parameters(model, torch.bfloat16))}
+    with torch.no_grad():
+        model.get_parameter(name).add_(rank == 1)
+    seen["model"] = taken(full_parameters(model, torch.bfloat16))
+    seen["state dict"] = taken(named_weights(model.state_dict(), torch.bfloat16))
+    seen["any trainer"] = taken(named_weights(iter(model.state_dict().items()), torch.bfloat16))
+    return seen
+
+
+def test_weights_of_which_ranks_hold_other_copies_are_not_sent(tmp_path: Path) -> None:
+    first, second = on_ranks(2, send_copies, tmp_path)
+    assert first == second
+    assert first is not None
+    assert first.pop("alike").startswith("none after ")
+    for source, reason in first.items():
+        assert reason.startswith(
+            f"{CopiesDiffer.__name__}: weight model.layers.1.post_attention_layernorm.weight [64] is replicated"
+        ), source
 
 
 def test_copies_that_differ_are_refused_on_every_rank_and_none_hangs(tmp_path: Path) -> None:

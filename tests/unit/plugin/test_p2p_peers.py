@@ -194,6 +194,52 @@ def test_ranks_write_even_shares_that_are_all_and_nothing_twice(
     assert not engines.transfer.registered
 
 
+class Told:
+    """An engine's answers: how it was started, and the memory that it registered."""
+
+    info: dict[str, Any]
+    memory: dict[str, tuple[int, int, int]]
+
+    def __init__(self, url: str, _seconds: float) -> None:
+        self.url = url
+
+    def server_info(self) -> dict[str, Any]:
+        return self.info
+
+    def registered_memory(self, _rank: int) -> tuple[str, dict[str, tuple[int, int, int]]]:
+        return "session", self.memory
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("wrong", ["", "missing", "short", "wide", "more", "tp_size"])
+def test_an_engine_whose_memory_is_not_what_the_table_says_is_not_written_to(
+    wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = Layout(CONFIG, 1, BF16)
+    memory = {name: (1 << 20, each.numel, BF16.itemsize) for name, each in layout.parameters.items()}
+    name, (address, elements, width) = next(iter(memory.items()))
+    changes = {
+        "missing": {},
+        "short": {name: (address, elements - 1, width)},
+        "wide": {name: (address, elements, 2 * width)},
+        "more": {name: memory[name], "lora.weight": (address, 1, width)},
+    }
+    if wrong in changes:
+        del memory[name]
+        memory |= changes[wrong]
+    Told.info, Told.memory = ({"tp_size": 2} if wrong == "tp_size" else {}), memory
+    monkeypatch.setattr(p2p, "SGLangEngine", Told)
+    monkeypatch.setattr(p2p, "start_transfer_engine", lambda *_: Transfer())
+    writer = PeerWriter("127.0.0.1", 0, 1, lambda _tp: layout)
+    engine = EngineAddress("http://a:1", 1)
+    failed = writer.connect([engine])
+    writer.close()
+    assert list(failed) == ([engine.url] if wrong else [])
+    if wrong:
+        assert {"more": "lora.weight", "tp_size": "tp_size=2"}.get(wrong, name) in failed[engine.url]
+
+
 def test_engines_of_different_sizes_get_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     engines = Engines(monkeypatch, a=1, b=2)
     for rank in range(2):

@@ -142,6 +142,25 @@ def test_a_job_that_was_taken_over_saves_and_updates_no_more(
     second.state()
 
 
+def test_engines_of_an_update_that_is_refused_stay_as_they_were(
+    make: Callable[..., tuple[RolloutManager, MemoryStore]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever took over says what is in rotation."""
+    manager, _ = make("--task", "chain_sum")
+    updated: list[int] = []
+    monkeypatch.setattr(manager._fleet, "updated", lambda version, *_: updated.append(version))
+    manager.register_trainer("first")
+    for version in (0, 1):
+        assert manager.allocate_version("first") == version
+        manager.announce_version(version, "first")
+        if version == 0:
+            manager.commit_version(version, "first", [], [])
+    manager.register_trainer("second", True)
+    with pytest.raises(VersionFenced):
+        manager.commit_version(1, "first", [], [])
+    assert updated == [0]
+
+
 def test_what_is_acknowledged_while_the_store_is_away_is_removed_when_it_is_back(
     make: Callable[..., tuple[RolloutManager, MemoryStore]],
 ) -> None:
