@@ -4,7 +4,8 @@ Every trainer rank has every weight for a moment, when it was gathered, and writ
 `PIECE_BYTES`, each given to the rank that has the fewest bytes so far, by a rule that all ranks follow without asking.
 A piece is written to every engine that holds it: over TCP from where it is, if the engine holds it as it is, else from
 a registered stage, into which it is copied, cut as the engine holds it (`layout.py`). There are two stages: one is
-written from while the other is filled.
+written from while the other is filled. What an engine rank gets is written one stage after the other, so that each goes
+its own pace, up to a stage behind or ahead of another.
 
 Over TCP a write is complete when the engine's side says that the last byte is in its memory (Mooncake's acknowledged
 framing; MC_TCP_PROTO=1 would turn that off), over RDMA when the device says so.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -81,6 +82,7 @@ class PeerWriter:
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="p2p")
         self._peers: dict[EngineAddress, _Peer] = {}
         self._stages: list[Stage] = []
+        self._latest: dict[tuple[str, int], Future[None]] = {}  # by engine and rank: its write that was asked for last
         # Writes that took too long, by URL: one that lands later would tear what a later update wrote.
         self._late: dict[str, list[threading.Event]] = {}
         self._abandoned: list[Stage] = []  # which those may still read
@@ -106,9 +108,10 @@ class PeerWriter:
         self._stages = self._stages or [self._new_stage(), self._new_stage()]
         try:
             nbytes = self._take(tensors, failed)
-            self._turn(failed)
+            self._start(self._stages[0], failed)
         finally:  # an update that raises leaves nothing for the next one to write
             self._stages = [self._finish(stage, failed) for stage in self._stages]
+            self._latest = {}
         return Sent(nbytes, failed)
 
     def close(self) -> None:
@@ -167,14 +170,11 @@ class PeerWriter:
         return nbytes
 
     def _turn(self, failed: dict[str, str]) -> None:
-        """Start to write what was taken into one stage, when the other was written; that one is filled next.
-
-        Not both at once: who waits for a write over TCP does so busily, and takes the time of those who carry it.
-        """
+        """Have what was taken into one stage written; the other one is filled next, when it was."""
         filled, written = self._stages
-        written = self._finish(written, failed)
         self._start(filled, failed)
         self._stages = [written, filled]
+        self._stages[0] = self._finish(written, failed)
 
     def _start(self, stage: Stage, failed: Mapping[str, str]) -> None:
         """Start what is to be written from a stage."""
@@ -183,7 +183,9 @@ class PeerWriter:
         by_url = {peer.address.url: peer for peer in self._peers.values()}
         for (url, rank), writes in stage.writes.items():
             if url not in failed:
-                job = self._pool.submit(self._write, url, by_url[url].sessions[rank], writes)
+                before = self._latest.get((url, rank))
+                job = self._pool.submit(self._write, url, by_url[url].sessions[rank], writes, before)
+                self._latest[url, rank] = job
                 stage.writing.setdefault(url, []).append(job)
         stage.writes = {}
 
@@ -201,7 +203,11 @@ class PeerWriter:
         stage.clear()
         return stage
 
-    def _write(self, url: str, session: str, writes: Writes) -> None:
+    def _write(self, url: str, session: str, writes: Writes, before: Future[None] | None) -> None:
+        # Not both at once: who waits for a write over TCP does so busily, and takes the time of those who carry it. Nor
+        # is anything written behind one that failed, or is late.
+        if before is not None:
+            before.result()
         ended = threading.Event()
 
         def write() -> int:
