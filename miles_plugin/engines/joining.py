@@ -3,8 +3,12 @@
 A file, since that directory is all that whoever starts an engine later has of the job.
 """
 
+import fcntl
 import json
+import os
+import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from mooncake_store.addresses import endpoint
@@ -15,10 +19,14 @@ _FILE, _REPORT = "engines-to-join", "report.json"
 
 
 class JoinRequests:
-    """What the job has not read yet of the requests in `directory`."""
+    """What the job has not read yet of the requests in `directory`, which is seen to have a job while this lives."""
 
     def __init__(self, directory: Path) -> None:
         self._path, self._read = directory / _FILE, 0
+        lock = os.open(directory, os.O_RDONLY)
+        weakref.finalize(self, os.close, lock)
+        with suppress(OSError):  # a file system without locks; then a job that was killed looks as if it ran
+            fcntl.flock(lock, fcntl.LOCK_SH)
 
     def new(self) -> list[str]:
         """Addresses (host:port) that were asked for since this was called last; a line that is not whole waits."""
@@ -48,5 +56,19 @@ def ask_to_join(directory: Path, addresses: Sequence[str]) -> None:
         ) from error
     if status != "running":
         raise ConfigError(f"{directory}: its job has ended ({status}); name the directory of one that runs")
+    if _is_free(directory):
+        raise ConfigError(f"{directory}: its job was killed; name the directory of one that runs")
     with (directory / _FILE).open("a") as file:
         file.write("".join(f"{address}\n" for address in addresses))
+
+
+def _is_free(directory: Path) -> bool:
+    """Whether no job has this directory, dead or alive as its report may say; the kernel knows."""
+    lock = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # it has, or the file system cannot tell
+        return False
+    finally:
+        os.close(lock)
+    return True
