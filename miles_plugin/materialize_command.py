@@ -6,7 +6,7 @@ import argparse
 import json
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from miles_plugin.weight_transfer.disk_delta.materialize import Materializer
 
 _PROG = "miles-mooncake materialize"
+_PRE_READ = "--custom-update-weight-pre-read-path"
 _POLL_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 30.0
 
 
@@ -40,6 +41,13 @@ def materialize_parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="DIR",
         help="gets two copies of the checkpoint, and `current` (no default)",
+    )
+    where.add_argument(
+        _PRE_READ,
+        dest="pre_read",
+        metavar="MODULE.FUNCTION",
+        help="of yours, called as function(args, version_dir) before a version is read, args being these arguments, "
+        "e.g. to refresh what a network file system shows (default: none)",
     )
     what = parser.add_argument_group("what")
     which = what.add_mutually_exclusive_group()
@@ -89,7 +97,8 @@ def run_materialize(argv: Sequence[str]) -> None:
     if arguments.load and not arguments.engines:
         raise ConfigError("--load: no engine is named; add --engine host:port")
     storage = open_storage(arguments.source, make=False)
-    host = _Host(Materializer(storage, arguments.local, arguments.base), arguments)
+    pre_read = _pre_read(arguments)  # found, or refused, before anything is read
+    host = _Host(Materializer(storage, arguments.local, arguments.base, pre_read=pre_read), arguments)
     if arguments.verify:
         host.verify()
     elif arguments.follow:
@@ -180,6 +189,23 @@ class _Host:
 
     def _say(self, text: str, **facts: object) -> None:
         print(json.dumps(facts) if self._arguments.json else text, flush=True)
+
+
+def _pre_read(arguments: argparse.Namespace) -> Callable[[int], None] | None:
+    from miles_plugin.rollout.functions import CustomFunctionError
+    from miles_plugin.weight_transfer.disk_delta.opened import READS, version_hook
+
+    if arguments.pre_read is None:
+        return None
+    hook = version_hook(_PRE_READ, arguments.pre_read, READS, arguments, arguments.source)
+
+    def call(version: int) -> None:
+        try:
+            hook(version)
+        except CustomFunctionError as error:  # the place is not ready: with --follow it is tried again
+            raise StoreUnavailable(str(error)) from error
+
+    return call
 
 
 def _load(address: str, version: int, path: Path) -> None:

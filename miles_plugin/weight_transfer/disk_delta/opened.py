@@ -66,7 +66,8 @@ def post_write(config: TrainConfig, run_dir: Path, base: Path) -> Callable[[str,
     """The hook for a version that was published, told its directory's name and the engines' URLs; None without one."""
     if config.custom_update_weight_post_write_path is None:
         return None
-    call, place = _hook(config, base, _WROTE_SETTING, WROTE), published_in(config, run_dir)
+    path, settings = config.custom_update_weight_post_write_path, Namespace(**arguments(config, base))
+    call, place = _hook(_WROTE_SETTING, path, WROTE, settings), published_in(config, run_dir)
     return lambda version, engines: call(f"{place}/{version}", list(engines))
 
 
@@ -129,13 +130,20 @@ def _check_place(config: TrainConfig, place: str, resume: Resume | None) -> None
 def _pre_read(config: TrainConfig, run_dir: Path, base: Path) -> Callable[[int], None] | None:
     if config.custom_update_weight_pre_read_path is None:
         return None
-    call, place = _hook(config, base, _READS_SETTING, READS), published_in(config, run_dir)
+    settings, place = Namespace(**arguments(config, base)), published_in(config, run_dir)
+    return version_hook(_READS_SETTING, config.custom_update_weight_pre_read_path, READS, settings, place)
+
+
+def version_hook(
+    setting: str, path: str, parameters: tuple[str, ...], settings: Namespace, place: str
+) -> Callable[[int], None]:
+    """A user's function that is told the place of a version; raises as `load_function`, and CustomFunctionError."""
+    call = _hook(setting, path, parameters, settings)
     return lambda version: call(f"{place}/{version_name(version)}")
 
 
-def _hook(config: TrainConfig, base: Path, setting: str, parameters: tuple[str, ...]) -> Callable[..., None]:
-    path = str(getattr(config, setting))
-    function, settings = load_function(setting, path, parameters), Namespace(**arguments(config, base))
+def _hook(setting: str, path: str, parameters: tuple[str, ...], settings: Namespace) -> Callable[..., None]:
+    function = load_function(setting, path, parameters)
 
     def call(*given: Any) -> None:
         try:

@@ -161,6 +161,45 @@ def test_the_console_script_does_it(world: World) -> None:
     assert (done.returncode, done.stderr, world.seen()) == (0, "", 1)
 
 
+@pytest.fixture
+def hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module of the user's in the working directory, by its name."""
+    name = f"hooks_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(
+        "def note(args, version_dir):\n    open(args.local.parent / 'noted', 'a').write(version_dir + '\\n')\n"
+        "def refuse(args, version_dir):\n    raise OSError('the mount is stale')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    yield name
+    sys.modules.pop(name, None)
+
+
+def test_a_function_of_the_user_s_is_called_before_a_version_is_read(
+    world: World, hooks: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world.publish(1)
+    status, _, _ = materialize(capsys, arguments(world, "--custom-update-weight-pre-read-path", f"{hooks}.note"))
+    assert (status, world.seen()) == (0, 1)
+    noted = (world.local.parent / "noted").read_text().splitlines()
+    assert f"{world.source}/weight_v000001" in noted
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [("refuse", "the mount is stale"), ("other", "has no 'other'; it has")],
+)
+def test_one_that_fails_or_is_not_there_leaves_what_was_shown(
+    function: str, said: str, world: World, hooks: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world.publish(1)
+    materialize(capsys, arguments(world))
+    world.publish(2)
+    more = ("--custom-update-weight-pre-read-path", f"{hooks}.{function}")
+    status, _, error = materialize(capsys, arguments(world, *more))
+    assert (status != 0, len(error.splitlines()), world.seen()) == (True, 1, 1)
+    assert said in error
+
+
 # What is checked
 
 
