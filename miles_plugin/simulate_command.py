@@ -15,7 +15,6 @@ from miles_plugin import interrupt
 from mooncake_store.errors import ConfigError
 
 if TYPE_CHECKING:
-    from miles_plugin.simulation.distributions import Empirical
     from miles_plugin.simulation.result import Outcome, Run
     from miles_plugin.simulation.settings import Settings
     from miles_plugin.simulation.sweep import Plan, Point
@@ -162,6 +161,7 @@ def _progress(total: int) -> Iterator[Callable[[], None]]:
 
 def _settings(arguments: argparse.Namespace) -> tuple[Settings, dict[str, Sequence[Any]]]:
     """The settings, and what has several values: of those, the settings have the first."""
+    from miles_plugin.simulation import from_report
     from miles_plugin.simulation.distributions import parse
     from miles_plugin.simulation.settings import Settings
     from miles_plugin.simulation.sweep import SWEPT
@@ -170,9 +170,10 @@ def _settings(arguments: argparse.Namespace) -> tuple[Settings, dict[str, Sequen
     plain = {name: getattr(arguments, name) for name in _PLAIN}
     return (
         Settings(
-            generation=parse(arguments.generation_seconds, "--generation-seconds", _no_samples),
-            training=parse(arguments.step_seconds, "--step-seconds", _phases("get", "train")),
-            update=parse(arguments.update_seconds, "--update-seconds", _phases("update")),
+            generation=parse(arguments.generation_seconds, "--generation-seconds", from_report.samples),
+            training=parse(arguments.step_seconds, "--step-seconds", from_report.steps),
+            prepare=parse(arguments.prepare_seconds, "--prepare-seconds", from_report.preparations),
+            update=parse(arguments.update_seconds, "--update-seconds", from_report.pauses),
             **{name: values[0] for name, values in given.items()},
             **plain,
         ),
@@ -189,27 +190,6 @@ _PLAIN = (
     "rollout_submission_granularity",
     "pause_generation_mode",
 )
-
-
-def _phases(*phases: str) -> Callable[[Path], Empirical]:
-    """Reads the sum of some phases, of every step of a job's report that has the last of them."""
-
-    def read(path: Path) -> Empirical:
-        from miles_plugin.report.record import Report
-        from miles_plugin.simulation.distributions import Empirical
-
-        report = Report.read(path / "report.json" if path.is_dir() else path)
-        steps = [step.seconds for arm in report.arms.values() for step in arm.steps if phases[-1] in step.seconds]
-        return Empirical(tuple(sum(step.get(phase, 0.0) for phase in phases) for step in steps), str(path))
-
-    return read
-
-
-def _no_samples(path: Path) -> Empirical:
-    raise ConfigError(
-        f"{path} is a report, which has the seconds of whole rollouts, not of their samples; name a file with the "
-        "seconds of a sample in each line"
-    )
 
 
 def _flag(name: str) -> str:
@@ -263,7 +243,16 @@ def _add_times(group: Any) -> None:
         help="of a training step if one trainer did all of it, the transport's seconds included (no default)",
     )
     group.add_argument(
-        "--update-seconds", default="0", metavar="DIST", help="from the engines' pause to their resuming (default: 0)"
+        "--prepare-seconds",
+        default="0",
+        metavar="DIST",
+        help="of an update before its pause, in which engines generate and trainers wait (default: 0)",
+    )
+    group.add_argument(
+        "--update-seconds",
+        default="0",
+        metavar="DIST",
+        help="of its pause, in which engines generate nothing (default: 0)",
     )
 
 

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush, heapreplace
+from operator import itemgetter
 from typing import NamedTuple
 
 _NOT_BEGUN = -1
@@ -88,11 +89,13 @@ class Engines:
 
     def __init__(self, slots: int, groups: Groups, durations: Iterator[float], restarts: bool) -> None:
         self._groups, self._durations, self._restarts = groups, durations, restarts
-        self._running: list[tuple[float, float, int]] = []  # end by the engines' clock, begin by the day's, group
+        # End by the engines' clock, how many began before it, begin by the day's clock, group: of those that end at a
+        # time the one that began first comes first.
+        self._running: list[tuple[float, int, float, int]] = []
+        self._begun = self._begun_before_update = 0
         self._queue: deque[int] = deque()  # a group's row for each of its samples
         self._free = slots
         self._behind = 0.0  # the engines' clock, after the day's
-        self._updated_at = -math.inf
         self._paused_at: float | None = None
         self._holding = False
         self._accounted_at = 0.0
@@ -120,7 +123,7 @@ class Engines:
     def finish(self, now: float) -> int:
         """The next sample finishes, which is `now`; return its group. Another takes its slot."""
         groups, queue = self._groups, self._queue
-        _, began, group = self._running[0]
+        _, number, began, group = self._running[0]
         if queue and not self._holding:
             heapreplace(self._running, self._begin(queue.popleft(), now))
         else:
@@ -132,7 +135,7 @@ class Engines:
         self._finished_seconds += seconds
         groups.seconds[group] += seconds
         groups.left[group] -= 1
-        if began < self._updated_at:
+        if number <= self._begun_before_update:
             groups.mixed[group] += 1
         return group
 
@@ -150,9 +153,10 @@ class Engines:
         assert self._paused_at is not None
         self._account(now)
         self._behind += now - self._paused_at
+        self._begun_before_update = self._begun
         if self._restarts:
             self._restart(now, self._paused_at, version)
-        self.version, self._updated_at, self._paused_at, self._holding = version, now, None, False
+        self.version, self._paused_at, self._holding = version, None, False
         self._fill(now)
 
     def sums(self, now: float) -> Sums:
@@ -179,20 +183,21 @@ class Engines:
             for _ in range(count):
                 heappush(self._running, self._begin(self._queue.popleft(), now))
 
-    def _begin(self, group: int, now: float) -> tuple[float, float, int]:
+    def _begin(self, group: int, now: float) -> tuple[float, int, float, int]:
         oldest = self._groups.oldest
         if oldest[group] == _NOT_BEGUN:
             oldest[group] = self.version  # versions only grow: of the spans to come none is older
-        return now - self._behind + next(self._durations), now, group
+        self._begun += 1
+        return now - self._behind + next(self._durations), self._begun, now, group
 
     def _restart(self, now: float, paused_at: float, version: int) -> None:
         """What ran begins anew. A group of which nothing has finished is then as young as the new weights."""
-        running = sorted(self._running)  # not the heap's order, which says nothing
-        for _, began, group in running:
+        running = sorted(self._running, key=itemgetter(1))
+        for _, _, began, group in running:
             if self._groups.none_finished(group):
                 self._groups.oldest[group] = version
             self._aborted_seconds += paused_at - began
         self._aborted += len(running)
         self.version = version
-        self._running = [self._begin(group, now) for _, _, group in running]
+        self._running = [self._begin(group, now) for _, _, _, group in running]
         heapify(self._running)

@@ -56,6 +56,7 @@ class _Tally:
     steps: int = 0
     updates: int = 0
     training_seconds: float = 0.0
+    preparing_seconds: float = 0.0
     updating_seconds: float = 0.0
     staleness: Counter[int] = field(default_factory=Counter)
     mixed: int = 0
@@ -71,14 +72,15 @@ class _Loop:
     def __init__(
         self, settings: Settings, seed: int | tuple[int, ...], synchronous: bool, on_step: Callable[[], None]
     ) -> None:
-        generation, training, update = (np.random.default_rng(part) for part in np.random.SeedSequence(seed).spawn(3))
+        draws = map(np.random.default_rng, np.random.SeedSequence(seed).spawn(4))
+        times = settings.generation, settings.training, settings.prepare, settings.update
+        generation, self._training, self._preparing, self._updating = map(stream, times, draws)
         self._settings, self._synchronous, self._on_step = settings, synchronous, on_step
-        self._training, self._updating = stream(settings.training, training), stream(settings.update, update)
         self._groups = Groups(settings.n_samples_per_prompt)
         self._engines = Engines(
             settings.all_slots,
             self._groups,
-            stream(settings.generation, generation),
+            generation,
             restarts=settings.pause_generation_mode == "abort",
         )
         self._capacity = math.inf if synchronous else settings.buffer_groups
@@ -202,7 +204,13 @@ class _Loop:
         self._tally.steps += 1
         if self._steps % self._settings.update_weights_interval:
             self._step_done(now)
-        elif self._settings.pause_generation_mode == "wait" and self._engines.running:
+        else:
+            seconds = next(self._preparing)
+            self._tally.preparing_seconds += seconds
+            self._next(now + seconds, self._prepared)
+
+    def _prepared(self, now: float) -> None:
+        if self._settings.pause_generation_mode == "wait" and self._engines.running:
             self._draining = True
             self._engines.hold()
             self._next(math.inf, self._update)
@@ -250,7 +258,7 @@ class _Loop:
             engines_busy=engines.busy / (settings.all_slots * seconds),
             engines_paused=tally.updating_seconds / seconds,
             trainers_busy=tally.training_seconds / seconds,
-            trainers_updating=tally.updating_seconds / seconds,
+            trainers_updating=(tally.preparing_seconds + tally.updating_seconds) / seconds,
             staleness=dict(sorted(tally.staleness.items())),
             mixed=tally.mixed / samples,
             recycled_groups=tally.unused_groups if retries else 0,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_plugin.report.plot import INK, PALE, STYLE
-from miles_plugin.simulation.result import Outcome, Run
+from miles_plugin.simulation.result import Outcome, Run, Spread
 from miles_plugin.simulation.settings import Settings
 from miles_plugin.simulation.sweep import SWEPT, Point
 from miles_plugin.simulation.text import value
@@ -51,7 +51,7 @@ def draw(points: Sequence[Point], outcomes: Sequence[Outcome], path: Path) -> No
         figure = Figure(figsize=_SIZE_INCHES, dpi=_DPI)
         FigureCanvasAgg(figure)
         grid = figure.add_gridspec(1, 3, left=0.055, right=0.975, top=0.76, bottom=0.2, wspace=0.24)
-        panels: Sequence[tuple[str, str, Callable[[Any, _Line], None]]] = (
+        panels: Sequence[tuple[str, str, Callable[[Any, Sequence[_Line]], None]]] = (
             ("samples/s", "asynchronous, and synchronous dashed; quartiles shaded", _throughput),
             ("busy", "engines, and trainers dotted; % of their time, asynchronous", _busy),
             ("staleness", "of the groups trained on: mean, and the highest dotted", _staleness),
@@ -61,8 +61,7 @@ def draw(points: Sequence[Point], outcomes: Sequence[Outcome], path: Path) -> No
             axes.set_title(title, pad=24)
             axes.text(0, 1.01, subtitle, transform=axes.transAxes, fontsize=11, color=PALE, va="bottom")
             _scale(axes, axis)
-            for line in lines:
-                paint(axes, line)
+            paint(axes, lines)
             axes.set_ylim(bottom=0)
         if len(lines) > 1:
             handles, labels = figure.axes[0].get_legend_handles_labels()
@@ -77,8 +76,9 @@ def draw(points: Sequence[Point], outcomes: Sequence[Outcome], path: Path) -> No
 
 def _subtitle(settings: Settings) -> str:
     return (
-        f"{settings.rollout_batch_size} groups of {settings.n_samples_per_prompt} samples a step; {settings.slots} slots "
-        f"an engine; seconds: a sample {settings.generation}, a step {settings.training}, an update {settings.update}"
+        f"a step is {settings.rollout_batch_size} groups of {settings.n_samples_per_prompt} samples, an engine has "
+        f"{settings.slots} slots; seconds of a sample: {settings.generation}, a step: {settings.training}, a pause "
+        f"for an update: {settings.update}"
     )
 
 
@@ -118,26 +118,40 @@ def _scale(axes: Any, axis: _Axis) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
 
 
-def _throughput(axes: Any, line: _Line) -> None:
-    for spread, style in ((Outcome.spread, "-"), (Outcome.synchronous_spread, "--")):
-        spreads = [spread(outcome, lambda run: run.samples_per_second) for outcome in line.outcomes]
-        axes.plot(line.places, [each.median for each in spreads], color=line.colour, linestyle=style, linewidth=2.2,
-                  marker="o", markersize=4, label=line.label if style == "-" else None)  # fmt: skip
-        axes.fill_between(line.places, [each.low for each in spreads], [each.high for each in spreads],
-                          color=line.colour, alpha=0.18, linewidth=0)  # fmt: skip
+def _throughput(axes: Any, lines: Sequence[_Line]) -> None:
+    for line in lines:
+        _rate(axes, line, Outcome.spread, line.colour, "-", line.label)
+    alike = (
+        len({tuple(outcome.synchronous_spread(_samples).median for outcome in line.outcomes) for line in lines}) == 1
+    )
+    for line in lines[:1] if alike else lines:
+        _rate(axes, line, Outcome.synchronous_spread, PALE if alike else line.colour, "--", None)
 
 
-def _busy(axes: Any, line: _Line) -> None:
-    _medians(axes, line, lambda run: 100 * run.engines_busy, "-")
-    _medians(axes, line, lambda run: 100 * run.trainers_busy, ":")
+def _rate(axes: Any, line: _Line, spread: Callable[..., Spread], colour: str, style: str, label: str | None) -> None:
+    spreads = [spread(outcome, _samples) for outcome in line.outcomes]
+    axes.plot(line.places, [each.median for each in spreads], color=colour, linestyle=style, linewidth=2.2,
+              marker="o", markersize=4, label=label)  # fmt: skip
+    axes.fill_between(line.places, [each.low for each in spreads], [each.high for each in spreads], color=colour,
+                      alpha=0.18, linewidth=0)  # fmt: skip
+
+
+def _samples(run: Run) -> float:
+    return run.samples_per_second
+
+
+def _busy(axes: Any, lines: Sequence[_Line]) -> None:
+    _medians(axes, lines, lambda run: 100 * run.engines_busy, "-")
+    _medians(axes, lines, lambda run: 100 * run.trainers_busy, ":")
     axes.set_ylim(0, 102)
 
 
-def _staleness(axes: Any, line: _Line) -> None:
-    _medians(axes, line, lambda run: run.staleness_mean, "-")
-    _medians(axes, line, lambda run: run.staleness_max, ":")
+def _staleness(axes: Any, lines: Sequence[_Line]) -> None:
+    _medians(axes, lines, lambda run: run.staleness_mean, "-")
+    _medians(axes, lines, lambda run: run.staleness_max, ":")
 
 
-def _medians(axes: Any, line: _Line, of: Callable[[Run], float], style: str) -> None:
-    axes.plot(line.places, [outcome.spread(of).median for outcome in line.outcomes], color=line.colour,
-              linestyle=style, linewidth=2.2, marker="o", markersize=4)  # fmt: skip
+def _medians(axes: Any, lines: Sequence[_Line], of: Callable[[Run], float], style: str) -> None:
+    for line in lines:
+        axes.plot(line.places, [outcome.spread(of).median for outcome in line.outcomes], color=line.colour,
+                  linestyle=style, linewidth=2.2, marker="o", markersize=4)  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from miles_plugin.simulation.distributions import Empirical
+from miles_plugin.simulation.distributions import Distribution, Empirical
 from miles_plugin.simulation.result import Outcome
 from miles_plugin.simulation.settings import NO_TIME, Settings
 from miles_plugin.simulation.sweep import Plan, repeat
@@ -20,12 +20,14 @@ class Measured:
         generation_seconds: of samples, each from its slot's taking it to its end, at the load that the run had.
         step_seconds: of training steps as the trainers took them together, with all that a step waits for but samples.
         update_seconds: of weight updates, from the pause of the engines to their going on; none: no time.
+        prepare_seconds: the same before the pause, while engines generate.
         settings: of the cluster and the loop, under the names that `Settings` has.
     """
 
     generation_seconds: Sequence[float]
     step_seconds: Sequence[float]
     update_seconds: Sequence[float] = ()
+    prepare_seconds: Sequence[float] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -44,10 +46,14 @@ def settings_of(measured: Measured) -> Settings:
     Raises:
         ConfigError: as `predict` does.
     """
-    update = tuple(measured.update_seconds)
     return Settings(
         generation=Empirical(tuple(measured.generation_seconds), "generation_seconds"),
         training=Empirical(tuple(measured.step_seconds), "step_seconds"),
-        update=Empirical(update, "update_seconds") if update else NO_TIME,
+        prepare=_empirical(measured.prepare_seconds, "prepare_seconds"),
+        update=_empirical(measured.update_seconds, "update_seconds"),
         **{**measured.settings, "trainers": 1},
     )
+
+
+def _empirical(seconds: Sequence[float], named: str) -> Distribution:
+    return Empirical(tuple(seconds), named) if seconds else NO_TIME

@@ -40,8 +40,8 @@ class Run:
 
     Attributes:
         steps, updates, samples: that fell into `seconds`; samples are those trained on.
-        engines_busy, engines_paused: share of slots with a sample that advances; share of time in updates. The rest is
-            idle.
+        engines_busy, engines_paused: share of slots with a sample that advances; share of time in the updates' pauses.
+            The rest is idle.
         trainers_busy, trainers_updating: the rest is idle, also a trainer that waits for a slower one.
         staleness: number of groups that were trained on, by their staleness.
         mixed: share of the trained samples that versions on both sides of an update made.

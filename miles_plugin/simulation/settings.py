@@ -25,7 +25,8 @@ class Settings:
         generation: seconds of a sample in its slot, at the load that the slots make.
         training: seconds that one trainer would take for a rollout batch. `trainers` share it evenly and wait for the
             slowest of them.
-        update: seconds of a weight update, in which engines generate nothing and trainers wait.
+        prepare: seconds of a weight update before its pause: trainers wait, engines generate.
+        update: seconds of its pause: trainers wait, engines generate nothing.
         rollout_batch_size: groups of a step.
         n_samples_per_prompt: samples of a group.
         update_weights_interval: steps between updates.
@@ -45,6 +46,7 @@ class Settings:
     generation: Distribution
     training: Distribution
     update: Distribution = NO_TIME
+    prepare: Distribution = NO_TIME
     engines: int = 1
     slots: int = 64
     trainers: int = 1

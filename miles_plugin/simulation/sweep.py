@@ -70,7 +70,7 @@ class Sweep:
         self._plan, self._on_step = plan, on_step
         self._synchronous: dict[tuple[Settings, int], Run] = {}
 
-    def outcome(self, settings: Settings, record: Record | None = None) -> Outcome:
+    def outcome(self, settings: Settings, record: Record) -> Outcome:
         """Run the repetitions.
 
         Args:
@@ -79,13 +79,12 @@ class Sweep:
         asynchronous, synchronous = [], []
         for repetition in range(self._plan.repetitions):
             asynchronous.append(self._run(settings, repetition, False))
+            record("async", repetition, asynchronous[-1])
             key = _synchronous(settings), repetition
             if key not in self._synchronous:
                 self._synchronous[key] = self._run(*key, True)
             synchronous.append(self._synchronous[key])
-            if record is not None:
-                record("async", repetition, asynchronous[-1])
-                record("sync", repetition, synchronous[-1])
+            record("sync", repetition, synchronous[-1])
         return Outcome(asynchronous, synchronous)
 
     def steps(self, all_settings: Sequence[Settings]) -> int:
@@ -107,4 +106,8 @@ def _synchronous(settings: Settings) -> Settings:
 
 def repeat(settings: Settings, plan: Plan) -> Outcome:
     """One setting by itself."""
-    return Sweep(plan).outcome(settings)
+    return Sweep(plan).outcome(settings, _nowhere)
+
+
+def _nowhere(_mode: str, _repetition: int, _run: Run) -> None:
+    pass
