@@ -8,10 +8,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from miles_plugin import interrupt
+from miles_plugin.report.console import write_line
 from mooncake_store.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from miles_plugin.simulation.sweep import Plan, Point
 
 _PROG = "miles-mooncake simulate"
+_GROWTH = 0.1  # of what is trained on; less may be chance in a short run
 _FORMS = "SECONDS, exponential:MEAN, lognormal:MEDIAN,SIGMA[,LONGEST], pareto:LOW,ALPHA[,HIGH], uniform:LOW,HIGH"
 
 
@@ -73,32 +77,41 @@ class _Simulation:
     def _simulate(self) -> None:
         from miles_plugin.simulation.sweep import Sweep
 
-        path = self._directory / "simulation.jsonl"
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            lines = path.open("w")
-        except OSError as error:
-            raise ConfigError(f"--output {self._directory}: {error}; name a directory that can be written") from error
         every = [point.settings for point in self._points]
-        with lines, _progress(Sweep(self._plan).steps(every)) as on_step:
+        with self._open() as file, _progress(Sweep(self._plan).steps(every)) as on_step:
             sweep = Sweep(self._plan, on_step)
             for point in self._points:
-
-                def record(mode: str, repetition: int, run: Run, point: Point = point) -> None:
-                    line = _line(point, self._plan, mode, repetition, run)
-                    lines.write(line + "\n")
-                    lines.flush()
-                    if self._json:
-                        print(line, flush=True)
-
+                record = partial(self._record, file, point)
                 self._outcomes.append(sweep.outcome(point.settings, record))
+
+    def _open(self) -> TextIO:
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            return (self._directory / "simulation.jsonl").open("w")
+        except OSError as error:
+            raise self._not_written(error) from error
+
+    def _record(self, file: TextIO, point: Point, mode: str, repetition: int, run: Run) -> None:
+        line = _line(point, self._plan, mode, repetition, run)
+        try:
+            file.write(line + "\n")
+            file.flush()
+        except OSError as error:
+            raise self._not_written(error) from error
+        if self._json:
+            _print(line)
+
+    def _not_written(self, error: OSError) -> ConfigError:
+        return ConfigError(f"--output {self._directory}: {error}; name a directory that can be written")
 
     def _show(self) -> None:
         from miles_plugin.simulation import text
 
         swept = len(self._points) > 1
         if not self._json:
-            print(text.sweep(self._points, self._outcomes) if swept else text.single(self._outcomes[0]))
+            for note in _unsettled(self._points, self._outcomes):
+                print(f"note: {note}", file=sys.stderr)
+            _print(text.sweep(self._points, self._outcomes) if swept else text.single(self._outcomes[0]))
         written = [self._directory / "simulation.jsonl"]
         if swept:
             written += self._draw(self._directory / "simulation.png")
@@ -109,10 +122,20 @@ class _Simulation:
             from miles_plugin.simulation.plot import draw
 
             draw(self._points, self._outcomes, path)
+            return [path]
         except ImportError as error:
             print(f"no {path.name}: {error}; install the extra `train`", file=sys.stderr)
-            return []
-        return [path]
+        except OSError as error:
+            print(f"no {path.name}: {error}", file=sys.stderr)
+        return []
+
+
+def _print(text: str) -> None:
+    """On standard output; status 1, and no word, when its reader has gone."""
+    try:
+        write_line(sys.stdout, text)
+    except BrokenPipeError:
+        raise SystemExit(1) from None
 
 
 def _line(point: Point, plan: Plan, mode: str, repetition: int, run: Run) -> str:
@@ -140,14 +163,26 @@ def _notes(points: Sequence[Point]) -> Iterator[str]:
         )
 
 
+def _unsettled(points: Sequence[Point], outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """What was measured while the buffer was still filling."""
+    growth = [max(run.growth for run in outcome.asynchronous) for outcome in outcomes]
+    if max(growth) > _GROWTH:
+        values = points[growth.index(max(growth))].values
+        where = ", ".join(f"{_flag(name)} {value}" for name, value in values.items())
+        yield (
+            f"the warm-up was too short: {where + ': ' if where else ''}{100 * max(growth):.0f} % more was generated "
+            "than trained on; give more --warmup-steps"
+        )
+
+
 def _most_in_flight(settings: Settings) -> int:
     return settings.concurrent_groups * settings.n_samples_per_prompt
 
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[], None]]:
-    """A bar on a terminal's standard error; elsewhere nothing."""
-    if not sys.stderr.isatty():
+    """A bar on a terminal's standard error, if rich is installed; else nothing."""
+    if not sys.stderr.isatty() or find_spec("rich") is None:
         yield lambda: None
         return
     from rich.console import Console

@@ -49,10 +49,11 @@ def whole_intervals(settings: Settings, steps: int, warmup: int) -> tuple[int, i
 
 @dataclass
 class _Tally:
-    """What is added up from `began` on. engines: their sums when this began."""
+    """What is added up from `began` on. engines, inside: their sums and the groups in the loop when this began."""
 
     began: float
     engines: Sums
+    inside: int = 0
     steps: int = 0
     updates: int = 0
     training_seconds: float = 0.0
@@ -83,7 +84,6 @@ class _Loop:
             generation,
             restarts=settings.pause_generation_mode == "abort",
         )
-        self._capacity = math.inf if synchronous else settings.buffer_groups
         self._bound = math.inf if settings.max_weight_staleness is None else settings.max_weight_staleness
         self._by_group = settings.rollout_submission_granularity == "group"
         self._buffer: deque[int] = deque()
@@ -116,7 +116,7 @@ class _Loop:
     def begin_measuring(self) -> None:
         """Forget what was added up so far. Between two steps."""
         self._account_buffer(self._at)
-        self._tally = _Tally(self._at, self._engines.sums(self._at))
+        self._tally = _Tally(self._at, self._engines.sums(self._at), self._inside())
 
     # --- producer ---
 
@@ -141,7 +141,7 @@ class _Loop:
 
     def _group_finished(self, group: int, now: float) -> None:
         self._open -= 1
-        if len(self._buffer) < self._capacity:
+        if len(self._buffer) < self._settings.buffer_groups:
             self._account_buffer(now)
             self._buffer.append(group)
             if self._collecting:
@@ -241,6 +241,10 @@ class _Loop:
         self._tally.buffered += len(self._buffer) * (now - self._buffer_accounted_at)
         self._buffer_accounted_at = now
 
+    def _inside(self) -> int:
+        """Groups that are somewhere between their submission and their end."""
+        return self._submitted - self._trained - self._unused
+
     def result(self) -> Run:
         """Since `begin_measuring`. Between two steps."""
         self._account_buffer(self._at)
@@ -270,6 +274,7 @@ class _Loop:
             finished=engines.finished,
             sample_seconds=engines.finished_seconds / engines.finished if engines.finished else math.nan,
             trained_sample_seconds=tally.trained_seconds / samples,
+            growth=(self._inside() - tally.inside) * settings.n_samples_per_prompt / samples,
             census=self._census(retries),
         )
 

@@ -40,38 +40,55 @@ class _Axis:
 
 
 def draw(points: Sequence[Point], outcomes: Sequence[Outcome], path: Path) -> None:
-    """Write a PNG of 1920 x 1080, whole or not at all. Points without an outcome are left out."""
+    """Write a PNG of 1920 x 1080, whole or not at all. Points without an outcome are left out.
+
+    Raises:
+        ImportError: there is no matplotlib.
+        OSError: the file cannot be written.
+    """
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     done = list(zip(points, outcomes, strict=False))
-    axis, lines = _lines(done)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=_SIZE_INCHES, dpi=_DPI)
         FigureCanvasAgg(figure)
-        grid = figure.add_gridspec(1, 3, left=0.055, right=0.975, top=0.76, bottom=0.2, wspace=0.24)
-        panels: Sequence[tuple[str, str, Callable[[Any, Sequence[_Line]], None]]] = (
-            ("samples/s", "asynchronous, and synchronous dashed; quartiles shaded", _throughput),
-            ("busy", "engines, and trainers dotted; % of their time, asynchronous", _busy),
-            ("staleness", "of the groups trained on: mean, and the highest dotted", _staleness),
-        )
-        for column, (title, subtitle, paint) in enumerate(panels):
-            axes = figure.add_subplot(grid[column])
-            axes.set_title(title, pad=24)
-            axes.text(0, 1.01, subtitle, transform=axes.transAxes, fontsize=11, color=PALE, va="bottom")
-            _scale(axes, axis)
-            paint(axes, lines)
-            axes.set_ylim(bottom=0)
-        if len(lines) > 1:
-            handles, labels = figure.axes[0].get_legend_handles_labels()
-            figure.legend(handles, labels, loc="lower center", ncols=4, bbox_to_anchor=(0.5, 0.07))
+        _panels(figure, *_lines(done))
         figure.text(0.02, 0.945, "Simulated: asynchronous and synchronous RL post-training", fontsize=25,
                     fontweight="bold", va="center", color=INK)  # fmt: skip
         figure.text(0.02, 0.89, _subtitle(done[0][0].settings), fontsize=14, color=PALE, va="center", parse_math=False)
-        partial = path.with_suffix(".partial")
-        figure.savefig(partial, format="png")
-        os.replace(partial, path)
+        partial = path.with_suffix(".png.partial")
+        try:
+            figure.savefig(partial, format="png")
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def _panels(figure: Any, axis: _Axis, lines: Sequence[_Line]) -> None:
+    from matplotlib.ticker import LogLocator
+
+    grid = figure.add_gridspec(1, 3, left=0.055, right=0.975, top=0.76, bottom=0.19, wspace=0.24)
+    panels: Sequence[tuple[str, str, Callable[[Any, Sequence[_Line]], None]]] = (
+        ("samples/s", "asynchronous, and synchronous dashed; quartiles shaded", _throughput),
+        ("busy", "engines, and trainers dotted; % of their time, asynchronous", _busy),
+        ("staleness", "of the groups trained on: mean, and the highest dotted", _staleness),
+    )
+    for column, (title, subtitle, paint) in enumerate(panels):
+        axes = figure.add_subplot(grid[column])
+        axes.set_title(title, pad=24)
+        axes.text(0, 1.01, subtitle, transform=axes.transAxes, fontsize=11, color=PALE, va="bottom")
+        _scale(axes, axis)
+        paint(axes, lines)
+        if axis.logarithmic and paint is _throughput:
+            axes.set_yscale("log")  # as the engines are
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=12))
+            axes.yaxis.set_major_formatter("{x:g}")
+        else:
+            axes.set_ylim(bottom=0)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=4, bbox_to_anchor=(0.5, 0.03), handlelength=2.4)
 
 
 def _subtitle(settings: Settings) -> str:
@@ -120,12 +137,13 @@ def _scale(axes: Any, axis: _Axis) -> None:
 
 def _throughput(axes: Any, lines: Sequence[_Line]) -> None:
     for line in lines:
-        _rate(axes, line, Outcome.spread, line.colour, "-", line.label)
+        _rate(axes, line, Outcome.spread, line.colour, "-", line.label or "asynchronous")
     alike = (
         len({tuple(outcome.synchronous_spread(_samples).median for outcome in line.outcomes) for line in lines}) == 1
     )
     for line in lines[:1] if alike else lines:
-        _rate(axes, line, Outcome.synchronous_spread, PALE if alike else line.colour, "--", None)
+        label = "synchronous" if alike else None
+        _rate(axes, line, Outcome.synchronous_spread, PALE if alike else line.colour, "--", label)
 
 
 def _rate(axes: Any, line: _Line, spread: Callable[..., Spread], colour: str, style: str, label: str | None) -> None:

@@ -51,6 +51,8 @@ class Run:
         running, buffered: samples in slots, groups in the buffer; means over time.
         finished, sample_seconds: samples, and what each spent in its slot, pauses included; NaN when none finished.
         trained_sample_seconds: the same of those trained on; less when the staleness bound sorts the long ones out.
+        growth: samples that were submitted and neither trained on nor lost, over those trained on; near 0 when the
+            buffer had filled in the warm-up.
         census: at the end, warm-up included.
     """
 
@@ -73,6 +75,7 @@ class Run:
     finished: int
     sample_seconds: float
     trained_sample_seconds: float
+    growth: float
     census: Census
 
     @property

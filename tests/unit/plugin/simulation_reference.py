@@ -109,7 +109,7 @@ class Reference:
         self.fill()  # the slot, before anything else is submitted
         for group in [group for group in self.groups if group.finished]:
             self.groups.remove(group)
-            room = self.synchronous or len(self.buffer) < self.settings.buffer_groups
+            room = len(self.buffer) < self.settings.buffer_groups
             (self.buffer if room else self.blocked).append(group)
             self.collect()
         self.submit()

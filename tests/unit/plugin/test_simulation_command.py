@@ -123,8 +123,17 @@ def test_the_same_command_writes_the_same(tmp_path: Path, capsys: pytest.Capture
 def test_slots_that_cannot_be_filled_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, _, error = simulate([*SHORT, "--output", str(tmp_path), "--engines", "8"], capsys)
     assert error.startswith("note: 512 slots, of which no more than 256 are used at a time")
-    more = ["--async-max-concurrent-samples", "512"]
+    more = ["--async-max-concurrent-samples", "512", "--steps", "40"]
     _, _, error = simulate([*SHORT, "--output", str(tmp_path), "--engines", "8", *more], capsys)
+    assert "note" not in error
+
+
+def test_a_warm_up_that_was_too_short_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--generation-seconds", "16", "--step-seconds", "20", "--slots", "128", "--output", str(tmp_path)]
+    argv += ["--steps", "10", "--async-data-buffer-capacity-factor", "4"]
+    _, _, error = simulate([*argv, "--warmup-steps", "2", "--engines", "1", "2"], capsys)
+    assert "note: the warm-up was too short: --engines 2: 30 % more was generated than trained on" in error
+    _, _, error = simulate([*argv, "--warmup-steps", "60"], capsys)
     assert "note" not in error
 
 
@@ -238,6 +247,7 @@ def test_a_bound_costs_speed_and_an_outcome_says_so() -> None:
     assert tight.speed_up.low <= tight.speed_up.median <= tight.speed_up.high
     assert sum(tight.histogram().values()) == pytest.approx(1)
     assert max(tight.histogram()) == 1
+    assert len({run.seconds for run in tight.asynchronous}) == 3  # no repetition is another's
 
 
 # --- what was measured ------------------------------------------------------------------------------------------------
