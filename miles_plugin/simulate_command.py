@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from miles_plugin.simulation.sweep import Plan, Point
 
 _PROG = "miles-mooncake simulate"
-_GROWTH = 0.1  # of what is trained on; less may be chance in a short run
+_GROWTH = 0.1  # of what is trained on
 _FORMS = "SECONDS, exponential:MEAN, lognormal:MEDIAN,SIGMA[,LONGEST], pareto:LOW,ALPHA[,HIGH], uniform:LOW,HIGH"
 
 
@@ -109,7 +109,7 @@ class _Simulation:
 
         swept = len(self._points) > 1
         if not self._json:
-            for note in _unsettled(self._points, self._outcomes):
+            for note in _unsteady(self._points, self._outcomes):
                 print(f"note: {note}", file=sys.stderr)
             _print(text.sweep(self._points, self._outcomes) if swept else text.single(self._outcomes[0]))
         written = [self._directory / "simulation.jsonl"]
@@ -163,15 +163,16 @@ def _notes(points: Sequence[Point]) -> Iterator[str]:
         )
 
 
-def _unsettled(points: Sequence[Point], outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """What was measured while the buffer was still filling."""
-    growth = [max(run.growth for run in outcome.asynchronous) for outcome in outcomes]
-    if max(growth) > _GROWTH:
-        values = points[growth.index(max(growth))].values
+def _unsteady(points: Sequence[Point], outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """What is not the pace that would last: the buffer was still filling, or the run ended in a wave."""
+    growth = [max((run.growth for run in outcome.asynchronous), key=abs) for outcome in outcomes]
+    most = max(growth, key=abs)
+    if abs(most) > _GROWTH:
+        values = points[growth.index(most)].values
         where = ", ".join(f"{_flag(name)} {value}" for name, value in values.items())
         yield (
-            f"the warm-up was too short: {where + ': ' if where else ''}{100 * max(growth):.0f} % more was generated "
-            "than trained on; give more --warmup-steps"
+            f"not steady: {where + ': ' if where else ''}{100 * abs(most):.0f} % {'more' if most > 0 else 'less'} was "
+            "generated than trained on; give more --steps and --warmup-steps"
         )
 
 

@@ -51,8 +51,8 @@ class Run:
         running, buffered: samples in slots, groups in the buffer; means over time.
         finished, sample_seconds: samples, and what each spent in its slot, pauses included; NaN when none finished.
         trained_sample_seconds: the same of those trained on; less when the staleness bound sorts the long ones out.
-        growth: samples that were submitted and neither trained on nor lost, over those trained on; near 0 when the
-            buffer had filled in the warm-up.
+        growth: samples that were submitted and neither trained on nor lost, over those trained on; near 0 when warm-up
+            and run are long enough, since what is generated comes in waves.
         census: at the end, warm-up included.
     """
 

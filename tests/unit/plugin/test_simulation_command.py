@@ -128,11 +128,11 @@ def test_slots_that_cannot_be_filled_are_noted(tmp_path: Path, capsys: pytest.Ca
     assert "note" not in error
 
 
-def test_a_warm_up_that_was_too_short_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_too_short_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--generation-seconds", "16", "--step-seconds", "20", "--slots", "128", "--output", str(tmp_path)]
     argv += ["--steps", "10", "--async-data-buffer-capacity-factor", "4"]
     _, _, error = simulate([*argv, "--warmup-steps", "2", "--engines", "1", "2"], capsys)
-    assert "note: the warm-up was too short: --engines 2: 30 % more was generated than trained on" in error
+    assert "note: not steady: --engines 2: 30 % more was generated than trained on" in error
     _, _, error = simulate([*argv, "--warmup-steps", "60"], capsys)
     assert "note" not in error
 
