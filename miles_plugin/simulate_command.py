@@ -47,9 +47,6 @@ def run_simulate(argv: Sequence[str]) -> None:
     from miles_plugin.simulation.sweep import Plan, points
 
     arguments = simulate_parser().parse_args(argv)
-    for name, least in (("repetitions", 1), ("steps", 1), ("warmup_steps", 0), ("seed", 0)):
-        if getattr(arguments, name) < least:
-            raise ConfigError(f"{_flag(name)} {getattr(arguments, name)}; allowed: {least} or more")
     settings, swept = _settings(arguments)
     plan = Plan(arguments.repetitions, arguments.steps, arguments.warmup_steps, arguments.seed)
     _Simulation(points(settings, swept), plan, arguments).run()

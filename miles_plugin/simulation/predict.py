@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from miles_plugin.simulation.distributions import Distribution, Empirical
 from miles_plugin.simulation.result import Outcome
 from miles_plugin.simulation.settings import NO_TIME, Settings
 from miles_plugin.simulation.sweep import Plan, repeat
+from mooncake_store.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,9 @@ def settings_of(measured: Measured) -> Settings:
     Raises:
         ConfigError: as `predict` does.
     """
+    unknown = sorted(set(measured.settings) - _NAMES)
+    if unknown:
+        raise ConfigError(f"settings: there is no {unknown[0]!r}; allowed: {', '.join(sorted(_NAMES))}")
     return Settings(
         generation=Empirical(tuple(measured.generation_seconds), "generation_seconds"),
         training=Empirical(tuple(measured.step_seconds), "step_seconds"),
@@ -53,6 +57,9 @@ def settings_of(measured: Measured) -> Settings:
         update=_empirical(measured.update_seconds, "update_seconds"),
         **{**measured.settings, "trainers": 1},
     )
+
+
+_NAMES = {field.name for field in fields(Settings)} - {"generation", "training", "update", "prepare"}
 
 
 def _empirical(seconds: Sequence[float], named: str) -> Distribution:

@@ -10,6 +10,7 @@ from typing import Any
 from miles_plugin.simulation.loop import simulate, whole_intervals
 from miles_plugin.simulation.result import Outcome, Run
 from miles_plugin.simulation.settings import Settings
+from mooncake_store.errors import ConfigError
 
 # What may be given several values, and what it is called in tables and on axes.
 SWEPT = {
@@ -33,12 +34,21 @@ Record = Callable[[str, int, Run], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """How often and how long. Repetition r of any setting draws from the seed (seed, r)."""
+    """How often and how long. Repetition r of any setting draws from the seed (seed, r).
+
+    Raises:
+        ConfigError: a number that is not allowed.
+    """
 
     repetitions: int = 5
     steps: int = 100
     warmup: int = 20
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("repetitions", 1), ("steps", 1), ("warmup", 0), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} = {getattr(self, name)}; allowed: {least} or more")
 
 
 @dataclass(frozen=True)

@@ -140,10 +140,10 @@ def test_a_run_that_is_too_short_is_noted(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        (["--steps", "0"], "--steps 0; allowed: 1 or more"),
-        (["--warmup-steps", "-1"], "--warmup-steps -1; allowed: 0 or more"),
-        (["--repetitions", "0"], "--repetitions 0; allowed: 1 or more"),
-        (["--seed", "-1"], "--seed -1; allowed: 0 or more"),
+        (["--steps", "0"], "steps = 0; allowed: 1 or more"),
+        (["--warmup-steps", "-1"], "warmup = -1; allowed: 0 or more"),
+        (["--repetitions", "0"], "repetitions = 0; allowed: 1 or more"),
+        (["--seed", "-1"], "seed = -1; allowed: 0 or more"),
         (["--engines", "1", "0"], "engines = 0; allowed: 1 or more"),
         (["--max-weight-staleness", "-1"], "max_weight_staleness = -1; allowed: 0 or more, or none"),
         (
@@ -322,6 +322,8 @@ def test_measured_steps_are_of_all_trainers_together() -> None:
         (Measured([1.0], []), "step_seconds: no seconds"),
         (Measured([1.0], [-1.0]), "step_seconds: value 1 = -1"),
         (Measured([1.0], [1.0], settings={"engines": 0}), "engines = 0; allowed: 1 or more"),
+        (Measured([1.0], [1.0], settings={"slot": 1}), "settings: there is no 'slot'; allowed: async_data_buffer"),
+        (Measured([1.0], [1.0], settings={"training": Fixed(1.0)}), "there is no 'training'"),
     ],
 )
 def test_what_cannot_have_been_measured_is_refused(measured: Measured, expected: str) -> None:
