@@ -16,7 +16,7 @@ from pathlib import Path
 
 import shtab
 
-from miles_plugin import bench_commands, materialize_command, store_commands
+from miles_plugin import bench_commands, materialize_command, simulate_command, store_commands
 from miles_plugin.arguments_sources import load_config_and_origins, settings_parser, with_origins
 from mooncake_store.errors import ConfigError, StoreError
 
@@ -179,6 +179,9 @@ COMMANDS = {
     "sweep": Command("free what dead runs left", store_commands.sweep_parser, store_commands.run_sweep),
     "report": Command("draw a report's pictures anew", _report_parser, _report),
     "bench": Command("measure this machine", bench_commands.bench_parser, bench_commands.run_bench),
+    "simulate": Command(
+        "predict what a cluster would do", simulate_command.simulate_parser, simulate_command.run_simulate
+    ),
     "completion": Command("print a shell's completion script", _completion_parser, _completion),
 }
 
