@@ -63,7 +63,8 @@ class Trainer:
             BROADCAST: Broadcaster(HOST, "bench", "gloo", plan.bucket_bytes) if plan.rank == 0 else Bystander(),
             P2P: PeerWriter(HOST, plan.rank, plan.ranks, layout, workers=plan.workers),
         }
-        self._updaters = {mode: Updater(transports[mode], ranks, versions, "retract") for mode in MODES}
+        served: dict[str, str] = {}  # one for both: engines that the other mode updated were not started anew
+        self._updaters = {mode: Updater(transports[mode], ranks, versions, "retract", served=served) for mode in MODES}
 
     def update(self, mode: str, engines: Sequence[EngineAddress], prove: bool) -> Took | None:
         """Change all weights, and bring the engines to them; on all ranks at once. What it took, on rank 0."""
