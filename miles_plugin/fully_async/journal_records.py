@@ -158,7 +158,8 @@ class Progress(Enum):
 
 @dataclass
 class Known:
-    """What is known of a group that is not settled; the attributes are those of the records."""
+    """What is known of a group that is not settled; the attributes are those of the records. Of one that is generated
+    again, `finished` has the prompts and nothing else."""
 
     finished: Finished
     progress: Progress = Progress.FINISHED
@@ -220,9 +221,10 @@ class State:
         """As few records as lead to this state."""
         yield Settled(self.settled.pairs(), self.next)
         for group, known in self.live.items():
-            yield known.finished
             if known.progress is Progress.AGAIN:
-                yield Again(group, None)
+                yield Again(group, known.finished.prompts)
+                continue
+            yield known.finished
             if known.ref is not None:
                 yield Stored(group, known.ref)
             if known.progress is Progress.TAKEN:
@@ -247,14 +249,13 @@ class State:
         self.next = max(self.next, group + 1)
 
     def _again(self, group: int, prompts: Prompts | None) -> None:
-        known = self.live.get(group)
-        if known is None:
-            if group in self.settled:
-                return
-            known = Known(Finished(group, None, None, True, prompts))
-        elif known.progress is not Progress.AGAIN:
-            self.freed.append(group)
-        self._know(group, Known(known.finished, Progress.AGAIN))
+        if group in self.settled:
+            return
+        if (known := self.live.get(group)) is not None:
+            prompts = known.finished.prompts
+            if known.progress is not Progress.AGAIN:
+                self.freed.append(group)
+        self._know(group, Known(Finished(group, None, None, True, prompts), Progress.AGAIN))
 
     def _settle(self, group: int) -> None:
         known = self.live.pop(group, None)
