@@ -76,6 +76,7 @@ class DataBuffer:
         settings: the bounds.
         regenerate: has a group of prompts generated again; must not wait. Needed for "retry". Groups whose samples were
             lost in a store go there in any case.
+        dropped: told of a group of prompts that is not.
         run_id: of this run; groups that say that they are of another one are never handed out. None: not known.
         queue: where groups lie, `InMemory` or `Spill`; this buffer's alone.
         journal: notes what becomes of each group, for a restart; groups need distinct numbers then, in `group_index`.
@@ -90,6 +91,7 @@ class DataBuffer:
         settings: BufferSettings,
         regenerate: Callable[[PromptGroup], None] | None = None,
         *,
+        dropped: Callable[[PromptGroup], None] = lambda _: None,
         run_id: str | None = None,
         queue: Queue | None = None,
         journal: Journal | None = None,
@@ -97,7 +99,7 @@ class DataBuffer:
     ) -> None:
         if settings.unused == "retry" and regenerate is None:
             raise ConfigError("unused = 'retry' needs `regenerate`, which generates a group again; or say 'drop'")
-        self._settings, self._regenerate, self._run_id = settings, regenerate, run_id
+        self._settings, self._regenerate, self._dropped, self._run_id = settings, regenerate, dropped, run_id
         self._watermark, self._counts = Watermark(), Counts()
         self._queue: Queue = InMemory() if queue is None else queue
         self._books: Books = (
@@ -286,6 +288,8 @@ class DataBuffer:
         again = self._regenerate is not None and (always_again or self._settings.unused == "retry")
         if self._regenerate is not None and again:
             self._regenerate(entry.prompt_group)
+        else:
+            self._dropped(entry.prompt_group)
         self._counts.add("recycled_groups" if again else "dropped_groups")
         self._books.given_up(entry, again)
 
