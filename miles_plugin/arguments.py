@@ -230,6 +230,12 @@ class TrainingArguments(BaseModel):
     clip_grad: float = Field(1.0, gt=0, description="largest global gradient norm")
     eps_clip: float = Field(0.2, gt=0, description="policy ratio clip, lower side")
     eps_clip_high: float = Field(0.28, gt=0, description="policy ratio clip, upper side")
+    use_tis: bool = Field(
+        False,
+        description="weigh each token by how much likelier it has become since it was sampled (truncated importance "
+        "sampling) instead of clipping the ratio; for samples of older policies",
+    )
+    tis_clip: float = Field(2.0, gt=0, description="the greatest such weight (--use-tis only)")
     seed: int = Field(
         0, ge=0, lt=2**31, description="seeds the items, their order, the model and the engines' sampling"
     )
