@@ -13,6 +13,7 @@ from miles_plugin.fully_async.books import Recovered, recover
 from miles_plugin.fully_async.buffer import BufferSettings, DataBuffer
 from miles_plugin.fully_async.groups import PromptGroup
 from miles_plugin.fully_async.journal import Journal, JournalUnavailable
+from miles_plugin.fully_async.journal_records import Progress
 from miles_plugin.fully_async.spill import Spill
 from miles_plugin.rollout.sample import Sample
 from mooncake_store.errors import ConfigError
@@ -85,6 +86,8 @@ def test_what_waited_or_was_taken_comes_back_and_what_was_trained_on_does_not(tm
         second = Process(store, path)
         assert prompts([entry.prompt_group for entry in second.found.waiting]) == [1, 2, 3]
         assert (second.found.prompts, second.found.numbers, second.found.next) == ([], [], 4)
+        known = second.journal.state.live.values()
+        assert {(each.progress, each.batch) for each in known} == {(Progress.FINISHED, None)}
         assert await second.get(3, batch=1) == [1, 2, 3]
         await second.buffer.trained([1, 2, 3])
         await second.idle()
