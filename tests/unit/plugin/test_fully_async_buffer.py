@@ -6,6 +6,7 @@ import sys
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,10 +85,11 @@ def test_who_came_first_puts_first_though_another_comes_in_between() -> None:
     run(body)
 
 
-def test_a_get_takes_no_other_context_amiss() -> None:
+def test_what_miles_puts_and_asks_beside_is_no_mistake() -> None:
     async def body() -> None:
-        buffer, _ = make()
-        await buffer.put(finished(1))
+        buffer, _ = make(run_id="this")
+        given = finished(1)
+        await buffer.put(SimpleNamespace(prompt_group=given.prompt_group, group=given.group))  # type: ignore[arg-type]
         assert number(await buffer.get(current_version=1, some_future_key=2)) == 1
 
     run(body)
