@@ -47,6 +47,9 @@ class Books:
         """A group comes; whether it is wanted. One that waits already, or was trained on or dropped, is not."""
         return True
 
+    def restored(self, entry: Entry) -> None:
+        """It comes back, as `recover` has found it."""
+
     def stored(self, entry: Entry) -> None:
         """Its samples lie in the store."""
 
@@ -109,7 +112,6 @@ class JournalBooks(Books):
         return True
 
     def restored(self, entry: Entry) -> None:
-        """A group comes back that `recover` has found in the store."""
         self._refs[entry.number] = entry.ref
 
     def stored(self, entry: Entry) -> None:
@@ -132,9 +134,9 @@ class JournalBooks(Books):
             self._note(Again(number, None if known else prompts_of(entry.prompt_group)))
 
     async def flush(self) -> None:
-        for group in await asyncio.to_thread(self._journal.flush):
-            if (ref := self._refs.pop(group, None)) is not None:
-                self._discard(ref)
+        flushing = asyncio.ensure_future(asyncio.to_thread(self._journal.flush))
+        flushing.add_done_callback(self._discard_freed)  # also when whoever waits here is cancelled
+        await asyncio.shield(flushing)
 
     async def trained(self, groups: Iterable[int]) -> None:
         self._journal.note(Trained(list(groups)))
@@ -145,6 +147,13 @@ class JournalBooks(Books):
 
     def close(self) -> None:
         self._flushing.close()
+
+    def _discard_freed(self, flushing: asyncio.Future[list[int]]) -> None:
+        if flushing.cancelled() or flushing.exception() is not None:
+            return
+        for group in flushing.result():
+            if (ref := self._refs.pop(group, None)) is not None:
+                self._discard(ref)
 
     def _note(self, event: Any) -> None:
         self._journal.note(event)

@@ -146,6 +146,8 @@ class DataBuffer:
     ) -> DataBufferInput:
         """The next group to train on, waiting until there is one. Those before it that must not be are given up.
 
+        Who awaits it in a task of its own gets the group a step of the loop after it was judged.
+
         Args:
             current_version: what the caller takes for the current one; what was announced counts, where it is higher.
             batch: the number of the rollout that the group is for; noted in the journal, for `trained_before`.
@@ -177,8 +179,7 @@ class DataBuffer:
     def restore(self, entries: Iterable[Entry]) -> None:
         """Take back what `recover` found, before the first `put`; more than the capacity, if need be. In the loop."""
         for entry in entries:
-            if isinstance(self._books, JournalBooks):
-                self._books.restored(entry)
+            self._books.restored(entry)
             self._append(entry)
 
     async def flush(self) -> None:

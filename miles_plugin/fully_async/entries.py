@@ -40,7 +40,8 @@ class Entry:
                 f"a group of {len(given.group)} samples from {len(given.prompt_group)} prompts cannot be put; put what "
                 "was generated together with what it was generated from"
             )
-        return cls(given.prompt_group, given.group, origin_of(given.group, given.run_id))
+        run_id = getattr(given, "run_id", None)  # miles's own DataBufferInput has none
+        return cls(given.prompt_group, given.group, origin_of(given.group, run_id))
 
     @property
     def number(self) -> int:

@@ -222,7 +222,7 @@ class Journal:
         header = self._header(lines)
         state = State(header.first)
         decoded = [_decode(line) for line in lines[1:]]
-        while len(decoded) >= header.lines and decoded[-1] is None:
+        while decoded and decoded[-1] is None:
             decoded.pop()
         if len(decoded) + 1 < header.lines or None in decoded:
             damaged = decoded.index(None) + 2 if None in decoded else len(decoded) + 2

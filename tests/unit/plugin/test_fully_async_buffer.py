@@ -6,6 +6,7 @@ import sys
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,20 +57,39 @@ def test_who_came_first_is_served_first_though_another_asks_in_between() -> None
         early = asyncio.create_task(buffer.get())
         await let_run()
         await buffer.put(finished(0))
-        late = asyncio.create_task(buffer.get())  # runs before `early` has been told
+        late: Any = buffer.get()
+        late.send(None)  # runs before `early`, which was woken, and has to wait
         await let_run()
         assert number(early.result()) == 0
-        assert not late.done()
         await buffer.put(finished(1))
-        assert number(await late) == 1
+        with pytest.raises(StopIteration) as stopped:
+            late.send(None)
+        assert number(stopped.value.value) == 1
 
     run(body)
 
 
-def test_a_get_takes_no_other_context_amiss() -> None:
+def test_who_came_first_puts_first_though_another_comes_in_between() -> None:
     async def body() -> None:
-        buffer, _ = make()
-        await buffer.put(finished(1))
+        buffer, _ = make(capacity=1)
+        await buffer.put(finished(0))
+        early = asyncio.create_task(buffer.put(finished(1)))
+        await let_run()
+        await buffer.get()
+        late: Any = buffer.put(finished(2))
+        late.send(None)
+        assert number(await buffer.get()) == 1
+        assert early.done()
+        late.close()
+
+    run(body)
+
+
+def test_what_miles_puts_and_asks_beside_is_no_mistake() -> None:
+    async def body() -> None:
+        buffer, _ = make(run_id="this")
+        given = finished(1)
+        await buffer.put(SimpleNamespace(prompt_group=given.prompt_group, group=given.group))  # type: ignore[arg-type]
         assert number(await buffer.get(current_version=1, some_future_key=2)) == 1
 
     run(body)

@@ -130,6 +130,8 @@ def test_ranges_are_a_set(numbers: set[int], start: int, stop: int, chance: rand
     assert len(ranges.pairs()) == sum(number - 1 not in numbers for number in numbers)
     assert [number for gap in ranges.gaps(start, stop) for number in gap] == sorted(set(range(start, stop)) - numbers)
     assert Ranges(chance.sample(ranges.pairs(), len(ranges.pairs()))).pairs() == ranges.pairs()
+    overlapping = [(number, number + length) for number in numbers for length in (1, 2)]
+    assert Ranges(overlapping).pairs() == Ranges((n, n + 1) for n in numbers | {n + 1 for n in numbers}).pairs()
 
 
 def restarted(path: Path) -> Any:
@@ -351,6 +353,36 @@ def test_a_name_that_is_not_synced_is_synced_before_anything_is_promised(
     works = True
     journal.flush()
     assert tmp_path in synced
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_noted_while_the_file_is_written_anew_is_in_it_or_in_the_next_line(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "KEPT", 0)
+    monkeypatch.setattr(journal_module, "KEPT_PER_GROUP", 0)
+    journal = Journal(tmp_path / "journal")
+    real_sync, real_replace = os.fsync, os.replace
+
+    def sync(descriptor: int) -> None:
+        real_sync(descriptor)
+        monkeypatch.setattr(os, "fsync", real_sync)
+        journal.note(done(1), Taken(1, 0))  # after the line was written, before the file is written anew
+
+    def replace(*paths: Path) -> None:
+        if fails:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real_replace(*paths)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "replace", replace)
+    journal.note(done(0))
+    journal.flush()
+    monkeypatch.undo()
+    assert journal.has_pending() == fails
+    journal.flush()
+    assert restarted(_copy(tmp_path / "journal")) == what_is_known(journal.state)
+    assert list(journal.state.live) == [0, 1]
 
 
 def test_a_file_that_cannot_be_is_named(tmp_path: Path) -> None:

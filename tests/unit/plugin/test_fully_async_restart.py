@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 from collections import deque
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from miles_plugin.fully_async.books import Recovered, recover
 from miles_plugin.fully_async.buffer import BufferSettings, DataBuffer
 from miles_plugin.fully_async.groups import PromptGroup
 from miles_plugin.fully_async.journal import Journal, JournalUnavailable
+from miles_plugin.fully_async.journal_records import Progress
 from miles_plugin.fully_async.spill import Spill
 from miles_plugin.rollout.sample import Sample
 from mooncake_store.errors import ConfigError
@@ -85,6 +87,8 @@ def test_what_waited_or_was_taken_comes_back_and_what_was_trained_on_does_not(tm
         second = Process(store, path)
         assert prompts([entry.prompt_group for entry in second.found.waiting]) == [1, 2, 3]
         assert (second.found.prompts, second.found.numbers, second.found.next) == ([], [], 4)
+        known = second.journal.state.live.values()
+        assert {(each.progress, each.batch) for each in known} == {(Progress.FINISHED, None)}
         assert await second.get(3, batch=1) == [1, 2, 3]
         await second.buffer.trained([1, 2, 3])
         await second.idle()
@@ -295,6 +299,32 @@ def test_a_journal_that_cannot_be_written_holds_up_nobody_but_who_needs_its_word
         await process.buffer.flush()
         found = Process(store, path).found
         assert prompts([entry.prompt_group for entry in found.waiting]) == [1, 2]
+
+    in_loop(body, tmp_path)
+
+
+def test_who_is_cancelled_while_the_journal_is_written_leaves_no_samples_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(store: Store, path: Path) -> None:
+        process = Process(store, path, keeps_all=True)
+        await process.put(0)
+        assert await process.get(1, batch=0) == [0]
+        go_on, real = threading.Event(), Journal.flush
+
+        def flush(journal: Journal) -> list[int]:
+            assert go_on.wait(30)
+            return real(journal)
+
+        monkeypatch.setattr(Journal, "flush", flush)
+        noting = asyncio.create_task(process.buffer.trained([0]))
+        await let_run()
+        noting.cancel()
+        await let_run()
+        assert noting.cancelled()
+        go_on.set()
+        while store.objects:
+            await asyncio.sleep(0)
 
     in_loop(body, tmp_path)
 
