@@ -187,6 +187,32 @@ class RolloutArguments(BaseModel):
     eval_interval: int = Field(1, ge=1, description="held-out accuracy is measured every so many rollouts")
 
 
+class FullyAsyncArguments(BaseModel):
+    """fully asynchronous: samples are generated beside training, and groups wait in a buffer"""
+
+    fully_async: bool = Field(False, description="generate beside training, without end, instead of between its steps")
+    max_weight_staleness: int | None = Field(
+        None,
+        ge=0,
+        description="versions that the oldest part of a group may lie behind the current one; what is beyond is not "
+        "trained on; default: no bound",
+    )
+    async_data_buffer_capacity_factor: float = Field(
+        2.0, gt=0, description="rollout batches of finished groups that may wait; then no new ones are submitted"
+    )
+    async_max_concurrent_samples: int | None = Field(
+        None, ge=1, description="samples in flight at most; default: those of a rollout batch"
+    )
+    async_unused_samples_handler: Literal["retry", "drop"] = Field(
+        "retry",
+        description="groups that are not trained on, aborted ones and those beyond --max-weight-staleness: retry "
+        "generates their prompts again, drop does not",
+    )
+    rollout_submission_granularity: Literal["sample", "group"] = Field(
+        "sample", description="the next group is submitted when as many samples have finished, or when a group has"
+    )
+
+
 class TrainingArguments(BaseModel):
     """training: GRPO with AdamW"""
 
@@ -204,6 +230,12 @@ class TrainingArguments(BaseModel):
     clip_grad: float = Field(1.0, gt=0, description="largest global gradient norm")
     eps_clip: float = Field(0.2, gt=0, description="policy ratio clip, lower side")
     eps_clip_high: float = Field(0.28, gt=0, description="policy ratio clip, upper side")
+    use_tis: bool = Field(
+        False,
+        description="weigh each token by how much likelier it has become since it was sampled (truncated importance "
+        "sampling) instead of clipping the ratio; for samples of older policies",
+    )
+    tis_clip: float = Field(2.0, gt=0, description="the greatest such weight (--use-tis only)")
     seed: int = Field(
         0, ge=0, lt=2**31, description="seeds the items, their order, the model and the engines' sampling"
     )
@@ -265,7 +297,7 @@ class WeightUpdateArguments(BaseModel):
     update_weights_interval: int = Field(1, ge=1, description="rollouts between weight updates")
     pause_generation_mode: Literal["abort", "retract", "in_place"] = Field(
         "retract",
-        description="requests in flight during a weight update (the main job has none): abort ends them, retract puts "
+        description="requests in flight during a weight update (--fully-async has some): abort ends them, retract puts "
         "them back into the engine's queue, in_place freezes them with all that the old weights had computed",
     )
 
@@ -320,13 +352,15 @@ class RunArguments(BaseModel):
 
 GROUPS: tuple[type[BaseModel], ...] = (
     ObjectStoreArguments, LayoutArguments, PolicyArguments, DataArguments, TaskArguments, RewardArguments,
-    RolloutArguments, TrainingArguments, WeightUpdateArguments, CheckpointArguments, TrackingArguments, RunArguments,
+    RolloutArguments, FullyAsyncArguments, TrainingArguments, WeightUpdateArguments, CheckpointArguments,
+    TrackingArguments, RunArguments,
 )  # fmt: skip
 
 
 class TrainConfig(
     BaseSettings, ObjectStoreArguments, LayoutArguments, PolicyArguments, DataArguments, TaskArguments, RewardArguments,
-    RolloutArguments, TrainingArguments, WeightUpdateArguments, CheckpointArguments, TrackingArguments, RunArguments,
+    RolloutArguments, FullyAsyncArguments, TrainingArguments, WeightUpdateArguments, CheckpointArguments,
+    TrackingArguments, RunArguments,
 ):  # fmt: skip
     """The resolved settings of one job, flat like miles's own `args`."""
 

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from miles_plugin.weight_transfer.transfer import WeightUpdate
 
 
+# Seconds after which a rollout that waits for groups says so, and again.
+SILENCE_SECONDS = 30.0
+
+
 class JobFailed(RuntimeError):
     """A part of a running job failed; the message says which, and ends with its last words."""
 
@@ -168,6 +172,18 @@ def _say_engine_news(parts: Parts, observer: Observer) -> None:
         observer.message(news)
 
 
+class _Silence:
+    """Says every half minute what a rollout waits for."""
+
+    def __init__(self, parts: Parts, observer: Observer) -> None:
+        self._parts, self._observer, self._due = parts, observer, time.monotonic() + SILENCE_SECONDS
+
+    def look(self) -> None:
+        if time.monotonic() >= self._due and (waiting := self._parts.waiting()) is not None:
+            self._due = time.monotonic() + SILENCE_SECONDS
+            self._observer.message(f"waiting for {waiting.seconds:.0f} s: {waiting}")
+
+
 def _step(config: TrainConfig, parts: Parts, rollout_id: int, observer: Observer) -> Step:
     updates: list[UpdateRecord] = []
     updating = 0.0
@@ -179,7 +195,7 @@ def _step(config: TrainConfig, parts: Parts, rollout_id: int, observer: Observer
         updates.append(_update(parts, observer))
         updating = time.perf_counter() - update_started
     observer.phase_started("generate")
-    rollout = parts.managed("generate", rollout_id)
+    rollout = parts.managed("generate", rollout_id, tick=_Silence(parts, observer).look if config.fully_async else None)
     observer.phase_started("train")
     results = parts.each_with("train", rollout.shards, [parts.manager] * len(rollout.shards))
     shards = [
@@ -224,6 +240,7 @@ def _step(config: TrainConfig, parts: Parts, rollout_id: int, observer: Observer
         requested_version=rollout.weight_version,
         newest_version=rollout.newest_version,
         updates=updates,
+        buffer=rollout.buffer,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from miles_plugin.arguments import TrainConfig
 from miles_plugin.cluster import ROLLOUT_NODE, LocalCluster, local_cluster, trainer_node
 from miles_plugin.engines.sglang import EngineError
+from miles_plugin.fully_async.rollouts import Waiting
 from miles_plugin.interrupt import no_descendant_left
 from miles_plugin.joined_cluster import HEAD_RESOURCE, JoinedCluster, joined_cluster
 from miles_plugin.object_store import start_segment_holder
@@ -127,9 +128,9 @@ class Parts:
             [self.start(part, method, *own) for part, *own in zip(self._trainers, *arguments, strict=True)]
         )
 
-    def managed(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the manager."""
-        return self.wait([self.start(self._manager, method, *arguments)])[0]
+    def managed(self, method: str, *arguments: Any, tick: Callable[[], None] | None = None) -> Any:
+        """Call a method of the manager. tick: called now and then meanwhile."""
+        return self.wait([self.start(self._manager, method, *arguments)], tick)[0]
 
     def start(self, part: Part, method: str, *arguments: Any) -> tuple[Part, Any]:
         """Call a method without waiting; `wait` takes what this returns."""
@@ -149,6 +150,15 @@ class Parts:
         with contextlib.suppress(ray.exceptions.RayError):
             done: tuple[int, int] = ray.get(self._control("progress"), timeout=_CHECK_SECONDS)
             return done
+        return None
+
+    def waiting(self) -> Waiting | None:
+        """What a fully asynchronous rollout waits for; None when it does not, or nobody says."""
+        import ray
+
+        with contextlib.suppress(ray.exceptions.RayError):
+            waiting: Waiting | None = ray.get(self._control("waiting"), timeout=_CHECK_SECONDS)
+            return waiting
         return None
 
     def wait(self, calls: list[tuple[Part, Any]], tick: Callable[[], None] | None = None) -> list[Any]:

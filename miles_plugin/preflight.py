@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from miles_plugin.arguments import TrainConfig
+from miles_plugin.arguments import FullyAsyncArguments, TrainConfig
 from miles_plugin.checkpoint import check_save, check_writable, find
 from miles_plugin.cluster import NodeSpec
 from miles_plugin.engines.attach import AttachedEngine, attach, check_loopback, expected_engines
 from miles_plugin.engines.routed_experts import check_routed_experts
+from miles_plugin.fully_async.buffer import capacity_of
+from miles_plugin.fully_async.settings import concurrent_samples
 from miles_plugin.joined_cluster import find_nodes
 from miles_plugin.object_store import open_rollout_store
 from miles_plugin.plan import PENDING_MASTER, Plan, check_memory, missing_files
@@ -31,6 +33,7 @@ def check(config: TrainConfig) -> Plan:
     _check_external(config)
     _check_sizes(config)
     _check_learning_rate(config)
+    _check_fully_async(config)
     _check_checkpoint(config)
     check_save(config)
     resume = find(config)
@@ -75,6 +78,25 @@ def check(config: TrainConfig) -> Plan:
     plan = Plan(own_master, rollout_node, trainer_nodes, resume, _attach(config, rollout_node, trainer_nodes))
     check_memory(config, plan)
     return plan
+
+
+def _check_fully_async(config: TrainConfig) -> None:
+    if not config.fully_async:
+        for name, field in FullyAsyncArguments.model_fields.items():
+            if (value := getattr(config, name)) != field.default:
+                raise ConfigError(f"{name}={value} without fully_async: add --fully-async, or leave it out")
+        return
+    if config.pause_generation_mode == "abort":
+        raise ConfigError(
+            "pause_generation_mode=abort with fully_async: every update would throw away all that is in flight; "
+            "allowed are retract and in_place"
+        )
+    if concurrent_samples(config) < config.n_samples_per_prompt:
+        raise ConfigError(
+            f"async_max_concurrent_samples={config.async_max_concurrent_samples} is less than a group of "
+            f"n_samples_per_prompt={config.n_samples_per_prompt}; allowed is at least that"
+        )
+    capacity_of(config.async_data_buffer_capacity_factor, config.rollout_batch_size)
 
 
 def check_report(config: TrainConfig) -> None:

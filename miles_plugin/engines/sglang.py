@@ -3,6 +3,7 @@
 Endpoints and their fields are those of SGLang 0.5.23, each seen working there.
 """
 
+import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -211,12 +212,31 @@ class AsyncHTTP:
             timeout=httpx.Timeout(3600.0, pool=None),
             trust_env=False,
         )
+        self._waiting: set[tuple[str, asyncio.Task[Any]]] = set()  # for answers, with the URLs asked
 
     async def post(self, url: str, body: Mapping[str, Any]) -> Any:
-        """The JSON answer; raises EngineError for an error or none.
+        """The JSON answer; raises EngineError for an error, for none, and when the server was given up meanwhile.
 
         Sent again when its connection ends without an answer: the server may close an idle one just as it is used.
         """
+        asking = asyncio.get_running_loop().create_task(self._post(url, body))
+        self._waiting.add((url, asking))
+        try:
+            await asyncio.wait({asking})
+        finally:
+            asking.cancel()
+            self._waiting.remove((url, asking))
+        if asking.cancelled():
+            raise EngineError(f"{url}: given up, its server takes no part any more")
+        return asking.result()
+
+    async def give_up(self, server: str) -> None:
+        """Wait no more for what a server (its URL) was asked."""
+        for url, asking in self._waiting:
+            if url.startswith(f"{server}/"):
+                asking.cancel()
+
+    async def _post(self, url: str, body: Mapping[str, Any]) -> Any:
         for attempt in range(_ATTEMPTS):
             try:
                 return _checked(await self._http.post(url, json=body)).json()

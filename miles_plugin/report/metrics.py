@@ -58,6 +58,7 @@ def step_metrics(arm: Arm, index: int, config: dict[str, Any]) -> dict[str, floa
         f"eval/{held_out_name(config)}": step.held_out_accuracy,
     }
     metrics |= {_SECONDS.get(phase, f"perf/{phase}_time"): value for phase, value in step.seconds.items()}
+    metrics |= step.buffer
     if step.updates:
         update = step.updates[-1]
         metrics |= {

@@ -64,7 +64,7 @@ class Step:
     requested_version: the current one when the rollout began (None: there was none yet). newest_version: the newest
     number given out when its samples were ready, served or a hole (None: not noted).
     updates: of weights, in order: the one after the training comes last; one before the rollout brought engines that
-    had left the rotation back.
+    had left the rotation back. buffer: metrics of a fully asynchronous rollout's buffer, under their names.
     prompts_digest: xxh3-128 of the rollout's prompts in order; equal for equal items, whatever was sampled.
     """
 
@@ -87,6 +87,7 @@ class Step:
     requested_version: int | None = None
     newest_version: int | None = None
     updates: list[UpdateRecord] = field(default_factory=list)
+    buffer: dict[str, Number] = field(default_factory=dict)
 
 
 @dataclass

@@ -1,10 +1,11 @@
-"""Items -> generated and scored samples: in one request per engine, or sample by sample with the user's function."""
+"""Items -> generated and scored samples: a whole rollout in one request per engine, or sample by sample, as the user's
+function and groups that are generated beside training are."""
 
 import asyncio
 import copy
 import inspect
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import pairwise
@@ -17,6 +18,7 @@ from miles_plugin.engines.routed_experts import decode, read_routing
 from miles_plugin.engines.sglang import AsyncHTTP, EngineError
 from miles_plugin.rollout.accept import accept
 from miles_plugin.rollout.custom import CONCURRENCY_PER_ENGINE, Call, arguments, current_call, for_engine
+from miles_plugin.rollout.event_loop import LoopThread
 from miles_plugin.rollout.functions import CustomFunctionError, call_function, load_function
 from miles_plugin.rollout.prompts import Item, PromptSource, check_length, context_length, load_tokenizer, to_text
 from miles_plugin.rollout.reward import load_reward
@@ -46,11 +48,11 @@ class Sampler:
         path = config.custom_generate_function_path
         self._custom = None if path is None else CustomGenerate(path)
         self._concurrency = CONCURRENCY_PER_ENGINE * len(fleet.addresses())
-        # One loop for every rollout: what custom functions keep between calls is bound to it.
-        self._runner = asyncio.Runner()
+        # One for every rollout: what custom functions keep between calls is bound to it.
+        self.loop = LoopThread("samples")
         self._http = AsyncHTTP(self._concurrency)
         self._closing = ExitStack()
-        for close in (self._runner.close, self._close_http, self._reward.close):  # the last one is called first
+        for close in (self.loop.close, self._close_http, self._reward.close):  # the last one is called first
             self._closing.callback(close)
 
     def sample(
@@ -66,33 +68,24 @@ class Sampler:
             EngineError: no engine is left, or every sample was aborted each time.
             CustomFunctionError: a function of the user's failed or returned what it must not.
         """
-        prompts = [to_text(item, self._tokenizer, self._config) for item in items]
-        for item, prompt in zip(items, prompts, strict=True):
-            check_length(item, prompt, self._tokenizer, self._context, self._config)
-        params = {
-            "max_new_tokens": self._config.rollout_max_response_len,
-            "temperature": temperature,
-            "top_p": 1.0,
-            "top_k": -1,
-        }
+        prompts, params = list(map(self._prompt, items)), self._params(temperature)
         size = len(items) * group_size
         samples: dict[int, Sample] = {}
         pending = list(range(size))
         for _ in range(_TRIES):
             asked = [
-                Sample(
-                    index=first_group * group_size + position,
-                    group_index=first_group + position // group_size,
-                    prompt=prompts[position // group_size],
-                    label=items[position // group_size].label,
-                    metadata=copy.deepcopy(dict(items[position // group_size].metadata)),
+                _asked(
+                    items[position // group_size],
+                    prompts[position // group_size],
+                    first_group * group_size + position,
+                    first_group + position // group_size,
                 )
                 for position in pending
             ]
             if self._custom is None:
                 self._generate(asked, params)
             chosen = [items[position // group_size] for position in pending]
-            finished = self._runner.run(self._finish_all(asked, chosen, params, evaluation))
+            finished = self.loop.run(self._finish_all(asked, chosen, params, evaluation))
             samples.update(zip(pending, finished, strict=True))
             pending = [position for position in pending if samples[position].status is Sample.Status.ABORTED]
             if not pending:
@@ -103,12 +96,47 @@ class Sampler:
             self._leave_out(samples[position])
         return [samples[position] for position in range(size)]
 
+    async def group(
+        self, item: Item, number: int, size: int, temperature: float, finished: Callable[[], None]
+    ) -> list[Sample]:
+        """`size` samples of an item as group `number`, each asked for by itself; in `loop`.
+
+        An aborted sample is generated again, `_TRIES` times in all; then it stays aborted.
+
+        Args:
+            finished: told of each sample.
+
+        Raises what `sample` does.
+        """
+        prompt, params = self._prompt(item), self._params(temperature)
+
+        async def one(position: int) -> Sample:
+            for _ in range(_TRIES):
+                sample = await self._finish(
+                    _asked(item, prompt, number * size + position, number), item, params, evaluation=False, ask=True
+                )
+                if sample.status is not Sample.Status.ABORTED:
+                    break
+            finished()
+            return sample
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(position)) for position in range(size)]
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    def give_up(self, url: str) -> None:
+        """Wait no more for an engine that stays paused: its samples are asked of others. From any thread."""
+        self.loop.run(self._http.give_up(url))
+
     def close(self) -> None:
         """Release connections and processes; idempotent."""
         self._closing.close()
 
     def _close_http(self) -> None:
-        self._runner.run(self._http.close())
+        self.loop.run(self._http.close())
 
     def _generate(self, samples: Sequence[Sample], params: dict[str, Any]) -> None:
         """Fill in the responses, in one request per engine. What an engine that fails was asked for, others are."""
@@ -134,15 +162,27 @@ class Sampler:
                         raise  # of the request, whoever is asked
                     self._fleet.leave(Left(engine.url, "generate", str(error)))
         for position, (sample, prompt) in enumerate(zip(samples, prompts, strict=True)):
-            answer = answers[position]
-            meta = answer["meta_info"]
-            sample.tokens = prompt + list(answer["output_ids"])
-            sample.response_length = len(answer["output_ids"])
-            sample.response = self._tokenizer.decode(answer["output_ids"], skip_special_tokens=True)
-            sample.rollout_log_probs = [log_prob for log_prob, _token, _text in meta["output_token_logprobs"]]
-            sample.update_from_meta_info(None, meta)
-            if self._routing is not None and sample.status is not Sample.Status.ABORTED:
-                sample.rollout_routed_experts = decode(meta, len(sample.tokens), self._routing)
+            self._fill(sample, prompt, answers[position])
+
+    async def _ask(self, engine: str, sample: Sample, params: dict[str, Any], version: int | None) -> None:
+        """Fill in the response, by a request of its own."""
+        prompt = self._encode(sample)
+        body: dict[str, Any] = {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
+        if self._routing is not None:
+            body["return_routed_experts"] = True
+        answer = await self._http.post(f"{engine}/generate", body)
+        _check_made_by(engine, [span["version"] for span in answer["meta_info"].get("weight_versions", ())], version)
+        self._fill(sample, prompt, answer)
+
+    def _fill(self, sample: Sample, prompt: list[int], answer: dict[str, Any]) -> None:
+        meta = answer["meta_info"]
+        sample.tokens = prompt + list(answer["output_ids"])
+        sample.response_length = len(answer["output_ids"])
+        sample.response = self._tokenizer.decode(answer["output_ids"], skip_special_tokens=True)
+        sample.rollout_log_probs = [log_prob for log_prob, _token, _text in meta["output_token_logprobs"]]
+        sample.update_from_meta_info(None, meta)
+        if self._routing is not None and sample.status is not Sample.Status.ABORTED:
+            sample.rollout_routed_experts = decode(meta, len(sample.tokens), self._routing)
 
     async def _finish_all(
         self, asked: Sequence[Sample], items: Sequence[Item], params: dict[str, Any], evaluation: bool
@@ -160,18 +200,25 @@ class Sampler:
             raise failures.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    async def _finish(self, sample: Sample, item: Item, params: dict[str, Any], evaluation: bool) -> Sample:
-        """Generate with the custom function, if there is one, and score."""
+    async def _finish(
+        self, sample: Sample, item: Item, params: dict[str, Any], evaluation: bool, ask: bool = False
+    ) -> Sample:
+        """Generate with the custom function, if there is one, or if asked to, and score."""
         engines = self._fleet.serving()
         engine = engines[sample.group_index % len(engines)]  # a group shares its prompt's cache
         args = for_engine(self._settings, engine.url)
         call, version = Call(self._http), self._fleet.version
         current_call.set(call)
-        if self._custom is not None:
+        if self._custom is not None or ask:
             try:
-                sample = await self._custom(args, sample, dict(params), evaluation, call)
-                _check_made_by(engine.url, call.weight_versions, version)
+                if self._custom is None:
+                    await self._ask(engine.url, sample, params, version)
+                else:
+                    sample = await self._custom(args, sample, dict(params), evaluation, call)
+                    _check_made_by(engine.url, call.weight_versions, version)
             except EngineError as error:
+                if self._custom is None and error.status in range(400, 500):
+                    raise  # of the request, whoever is asked
                 self._fleet.leave(Left(engine.url, "generate", str(error)))
                 sample.status = Sample.Status.ABORTED  # others are asked
             except CustomFunctionError as error:
@@ -183,6 +230,15 @@ class Sampler:
         if sample.reward is None and sample.status is not Sample.Status.ABORTED:
             sample.reward = await self._reward(args, sample, item)
         return sample
+
+    def _prompt(self, item: Item) -> str:
+        prompt = to_text(item, self._tokenizer, self._config)
+        check_length(item, prompt, self._tokenizer, self._context, self._config)
+        return prompt
+
+    def _params(self, temperature: float) -> dict[str, Any]:
+        longest = self._config.rollout_max_response_len
+        return {"max_new_tokens": longest, "temperature": temperature, "top_p": 1.0, "top_k": -1}
 
     def _leave_out(self, sample: Sample) -> None:
         sample.tokens = self._encode(sample)
@@ -218,6 +274,10 @@ class CustomGenerate:
         where = f"{self._named}, sample {asked.index} (prompt {asked.prompt!r:.60})"
         returned = await call_function(self._function, where, args, copy.deepcopy(asked), params, **more)
         return accept(asked, returned, call.weight_versions, self._named)
+
+
+def _asked(item: Item, prompt: str, index: int, group: int) -> Sample:
+    return Sample(index, group, prompt, item.label, copy.deepcopy(dict(item.metadata)))
 
 
 def _check_made_by(url: str, versions: Sequence[str], least: int | None) -> None:

@@ -1,7 +1,7 @@
 """What one generated response is, before it becomes a row of a rollout batch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -72,6 +72,11 @@ class Sample:
         merge_versions(self.weight_versions, meta_info)
         reasons = {"stop": self.Status.COMPLETED, "length": self.Status.TRUNCATED, "abort": self.Status.ABORTED}
         self.status = reasons[meta_info["finish_reason"]["type"]]
+
+
+def numbered(sample: Sample, group: int, position: int, size: int) -> Sample:
+    """The same sample as number `position` of group `group`, of `size`."""
+    return replace(sample, index=group * size + position, group_index=group)
 
 
 def merge_versions(versions: list[str], meta_info: Mapping[str, Any]) -> None:

@@ -32,6 +32,20 @@ def next_token_log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature
     return chosen - scaled.logsumexp(-1)
 
 
+def truncated_importance_loss(
+    log_probs: torch.Tensor, batch: PaddedBatch, most: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums over the response tokens of (the importance-weighted loss, whether its weight was truncated): both scalars.
+
+    The loss is -min(r, most) A log p, r the probability ratio of the current policy to the one that sampled the token,
+    which is a weight only: no gradient goes through it. Unlike with the clipped surrogate, a token that has grown
+    unlikely since still teaches, by as much less. Every sample is learned from once, so no policy lies between the two.
+    """
+    ratio = (log_probs.detach() - batch.old_log_probs).exp()
+    loss = -ratio.clamp(max=most) * batch.advantages[:, None] * log_probs
+    return (loss * batch.response_mask).sum(), ((ratio > most).float() * batch.response_mask).sum()
+
+
 def clipped_policy_loss(
     log_probs: torch.Tensor, batch: PaddedBatch, eps_low: float, eps_high: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from miles_plugin.arguments import TrainConfig
-from miles_plugin.training.grpo import PaddedBatch, clipped_policy_loss, next_token_log_probs
+from miles_plugin.training.grpo import (
+    PaddedBatch,
+    clipped_policy_loss,
+    next_token_log_probs,
+    truncated_importance_loss,
+)
 from miles_plugin.training.policy import load_sharded
 from miles_plugin.training.state import load_state, save_state
 
@@ -62,7 +67,8 @@ class Trainer:
     def train(self, batch: Mapping[str, Any]) -> dict[str, float]:
         """Learn from this rank's shard of a rollout batch; collective over all ranks.
 
-        Returns means over the response tokens of all ranks: loss, clip_fraction; and grad_norm, of the last step.
+        Returns means over the response tokens of all ranks: loss, clip_fraction (of ratios, or of weights that were
+        truncated); and grad_norm, of the last step.
         """
         samples = len(batch["tokens"])
         totals = torch.zeros(2, device=self._device)
@@ -84,7 +90,10 @@ class Trainer:
         for padded in self._micro_batches(batch, rows):
             logits = self.model(padded.tokens, attention_mask=padded.attention_mask, use_cache=False).logits
             log_probs = next_token_log_probs(logits, padded.tokens, config.rollout_temperature)
-            loss, clipped = clipped_policy_loss(log_probs, padded, config.eps_clip, config.eps_clip_high)
+            if config.use_tis:
+                loss, clipped = truncated_importance_loss(log_probs, padded, config.tis_clip)
+            else:
+                loss, clipped = clipped_policy_loss(log_probs, padded, config.eps_clip, config.eps_clip_high)
             # FSDP averages gradients over the ranks; the token mean is over all ranks' tokens together.
             torch.autograd.backward(loss * dist.get_world_size() / tokens)
             totals += torch.stack([loss.detach(), clipped])

@@ -37,7 +37,7 @@ class FakeParts:
         self._version = 4
         self._news: list[str] = []
 
-    def managed(self, method: str, *arguments: Any) -> Any:
+    def managed(self, method: str, *arguments: Any, tick: Any = None) -> Any:
         if method == "engine_news":
             news, self._news = self._news, []
             return news

@@ -10,7 +10,12 @@ torch = pytest.importorskip("torch", reason="the extra `train` is not installed"
 
 from miles_plugin.arguments_sources import load_config  # noqa: E402
 from miles_plugin.rollout.batch import to_columns  # noqa: E402
-from miles_plugin.training.grpo import PaddedBatch, clipped_policy_loss, next_token_log_probs  # noqa: E402
+from miles_plugin.training.grpo import (  # noqa: E402
+    PaddedBatch,
+    clipped_policy_loss,
+    next_token_log_probs,
+    truncated_importance_loss,
+)
 from miles_plugin.training.tiny_policy import build_model, build_tokenizer, save_checkpoint  # noqa: E402
 from miles_plugin.training.trainer import learning_rate_factor, pad  # noqa: E402
 from miles_plugin.weight_transfer.sources import buckets, full_parameters  # noqa: E402
@@ -41,6 +46,17 @@ def test_a_clipped_token_has_no_gradient() -> None:
         loss.backward()
         assert value.grad is not None
         assert value.grad.item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("advantage", [1.5, -0.5])
+@pytest.mark.parametrize("ratio", [0.1, 1.0, 1.9, 2.1, 40.0])
+def test_an_importance_weight_is_truncated_above_and_has_no_gradient(ratio: float, advantage: float) -> None:
+    value = torch.full((1, 1), -1.0, requires_grad=True)
+    loss, truncated = truncated_importance_loss(value, one_token(-1.0, -1.0 - math.log(ratio), advantage), most=2.0)
+    loss.backward()
+    assert value.grad is not None
+    assert value.grad.item() == pytest.approx(-min(ratio, 2.0) * advantage, rel=1e-5), "of a policy gradient, weighed"
+    assert truncated.item() == float(ratio > 2.0)
 
 
 def test_log_probs_are_of_the_next_token_at_the_sampling_temperature() -> None:
