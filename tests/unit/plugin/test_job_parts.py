@@ -55,6 +55,14 @@ def test_gpus_are_dealt_to_trainers_then_engines(monkeypatch: pytest.MonkeyPatch
         (["--actor-num-nodes", "3", "--actor-num-gpus-per-node", "1"], 0, "rollout_batch_size=32 must be a multiple"),
         (["--colocate"], 0, "colocate=True: .*mode=broadcast.*--rollout-num-gpus"),
         (["--lr", "1e-5", "--min-lr", "1e-4"], 0, r"min_lr=0\.0001 is more than lr=1e-05"),
+        (["--max-weight-staleness", "2"], 0, r"max_weight_staleness=2 without fully_async: add --fully-async"),
+        (["--fully-async", "--pause-generation-mode", "abort"], 0, r"pause_generation_mode=abort with fully_async: .*"),
+        (
+            ["--fully-async", "--async-max-concurrent-samples", "7"],
+            0,
+            r"async_max_concurrent_samples=7 is less than a group of n_samples_per_prompt=8",
+        ),
+        (["--fully-async", "--async-data-buffer-capacity-factor", "0.01"], 0, r"a buffer of 0\.01 times .* no place"),
         ([*MOONCAKE, "--mooncake-store-init-kwargs", '{"protocol": "udp"}'], 0, "protocol"),
     ],
 )

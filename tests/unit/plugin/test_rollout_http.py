@@ -56,6 +56,24 @@ def test_what_stays_unanswered_or_is_an_error_is_an_engine_error(answers: list[b
     assert serve(answers, use) == len(answers)
 
 
+def test_what_a_server_that_was_given_up_was_asked_ends_and_nothing_else() -> None:
+    async def use(http: AsyncHTTP, url: str) -> None:
+        silent = await asyncio.start_server(lambda *_: asyncio.sleep(60), "127.0.0.1", 0)
+        gone = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+        asked = asyncio.create_task(http.post(f"{gone}/generate", {}))
+        await asyncio.sleep(0)
+        await http.give_up(url)
+        await asyncio.sleep(0)
+        assert not asked.done()
+        await http.give_up(gone)
+        with pytest.raises(EngineError, match=f"^{gone}/generate: given up"):
+            await asked
+        assert await http.post(url, {}) == {"ok": 1}
+        silent.close()
+
+    assert serve([OK], use) == 1
+
+
 def test_what_steers_an_engine_goes_by_a_connection_of_its_own() -> None:
     """One that the engine has closed meanwhile, unseen behind a link that was down, would lose the request."""
     connections = 0

@@ -1,5 +1,6 @@
 """The rollout manager without processes: what it puts, what it remembers, and where it goes on."""
 
+import asyncio
 import json
 import re
 import threading
@@ -13,6 +14,7 @@ import pytest
 pytest.importorskip("torch", reason="the extra `train` is not installed")
 
 from miles_plugin.arguments_sources import load_config
+from miles_plugin.engines.sglang import AsyncHTTP, EngineError
 from miles_plugin.rollout import manager as manager_module
 from miles_plugin.rollout.manager import RolloutManager
 from miles_plugin.training.tiny_policy import build_model, build_tokenizer, save_checkpoint
@@ -234,6 +236,89 @@ def test_the_state_of_other_prompts_is_refused(make: Callable[..., tuple[Rollout
     manager, _ = make("--task", "chain_sum")
     with pytest.raises(ConfigError, match=r"had the prompts 'spell_backward', task=chain_sum gives 'chain_sum'"):
         manager.begin(False, {"cursor": 3, "prompts": "spell_backward"})
+
+
+ASYNC = ("--task", "chain_sum", "--fully-async", "--async-max-concurrent-samples", "4")
+
+
+@pytest.fixture
+def answered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Engines over HTTP answer single prompts as `answer` says. version: by which; held: they wait while it is set."""
+    state: dict[str, Any] = {"version": "default", "asked": 0}
+
+    async def post(_http: Any, url: str, body: dict[str, Any]) -> Any:
+        state["asked"] += 1
+        await asyncio.sleep(0)
+        engine = FakeEngine(url.removesuffix("/generate"), answer, state["version"])
+        return engine.generate([body["input_ids"]], body["sampling_params"])[0]
+
+    monkeypatch.setattr(AsyncHTTP, "post", post)
+    return state
+
+
+def test_fully_asynchronous_rollouts_have_whole_groups_of_every_item_once(
+    make: Callable[..., tuple[RolloutManager, MemoryStore]], answered: dict[str, Any]
+) -> None:
+    manager, store = make(*ASYNC)
+    for rollout_id in range(3):
+        rollout = manager.generate(rollout_id)
+        (batch,) = [batch for batch in store.batches.values() if batch["round_number"] == rollout_id]
+        groups = list(range(rollout_id * 4, rollout_id * 4 + 4))
+        assert batch["rollout_ids"] == [group for group in groups for _ in range(2)]
+        assert batch["sample_indices"] == list(range(rollout_id * 8, rollout_id * 8 + 8))
+        assert [shard.num_rows for shard in rollout.shards] == [4, 4]
+        assert rollout.buffer["rollout/fully_async/consumed_groups"] == 4
+        assert all(len(set(pair)) == 1 for pair in zip(batch["prompt"][::2], batch["prompt"][1::2], strict=True))
+    prompts = {prompt for batch in store.batches.values() for prompt in batch["prompt"]}
+    assert len(prompts) == 12
+    state = json.loads(json.dumps(manager.state()))
+    assert state["cursor"] >= 12
+    assert sorted(state["unfinished"]) == list(range(12, state["cursor"])), "begun, and no rollout has had them"
+
+
+def test_a_resumed_job_begins_with_what_was_begun(
+    make: Callable[..., tuple[RolloutManager, MemoryStore]], answered: dict[str, Any]
+) -> None:
+    first, store = make(*ASYNC)
+    first.generate(0)
+    state = first.state()
+    first.close()
+    second, resumed = make(*ASYNC)
+    second.begin(False, state)
+    second.generate(1)
+    seen = [set(batch["prompt"]) for each in (store, resumed) for batch in each.batches.values()]
+    assert not seen[0] & seen[1]
+    reference, there = make("--task", "chain_sum")
+    for rollout_id in range(2):
+        reference.generate(rollout_id)
+    assert set().union(*seen) == {prompt for batch in there.batches.values() for prompt in batch["prompt"]}
+
+
+def test_what_is_too_stale_is_not_trained_on(
+    make: Callable[..., tuple[RolloutManager, MemoryStore]], answered: dict[str, Any]
+) -> None:
+    manager, _ = make(*ASYNC, "--max-weight-staleness", "0")
+    manager.register_trainer("trainer")
+    for version in range(3):
+        assert manager.allocate_version("trainer") == version
+        answered["version"] = str(version)
+        manager.announce_version(version, "trainer")
+        manager.commit_version(version, "trainer", ["http://127.0.0.1:1", "http://127.0.0.1:2"], [])
+        rollout = manager.generate(version)
+        assert rollout.weight_versions == [str(version)]
+        assert rollout.buffer["rollout/fully_async/consumed_max_staleness"] == 0
+
+
+def test_what_ends_the_generation_is_raised_by_the_rollout(
+    make: Callable[..., tuple[RolloutManager, MemoryStore]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(_http: Any, url: str, _body: Any) -> Any:
+        raise EngineError(f"{url}: HTTP 400: too long", 400)
+
+    monkeypatch.setattr(AsyncHTTP, "post", refuse)
+    manager, _ = make(*ASYNC)
+    with pytest.raises(EngineError, match="HTTP 400: too long"):
+        manager.generate(0)
 
 
 def test_accuracy_is_of_the_held_out_items(make: Callable[..., tuple[RolloutManager, MemoryStore]]) -> None:
