@@ -61,6 +61,7 @@ class FakeParts:
             self._version,
             [str(self._version)],
             self._version,
+            {"rollout/fully_async/queue_size": 3.0},
         )
 
     def each(self, method: str, *arguments: Any, tick: Callable[[], None] | None = None) -> list[Any]:
