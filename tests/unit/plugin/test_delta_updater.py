@@ -41,7 +41,7 @@ class Engine:
         self.error: EngineError | None = None
         self.version = "default"
 
-    def weight_version(self, seconds: float | None = None) -> str:  # noqa: ARG002
+    def weight_version(self, seconds: float | None = None) -> str:
         return self.version
 
     def load_checkpoint(self, path: str, _seconds: float, version: int) -> None:
