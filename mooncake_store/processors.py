@@ -15,6 +15,7 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 _UNKNOWN = -1
+_libc = ctypes.CDLL(None)
 
 
 def processor() -> int:
@@ -34,6 +35,3 @@ def beside(other: int, call: Callable[[], Result]) -> Result:
                 os.sched_setaffinity(0, allowed - {other})
                 os.sched_setaffinity(0, allowed)
     return call()
-
-
-_libc = ctypes.CDLL(None)

@@ -93,7 +93,7 @@ class AsyncRollouts:
 
         self._loop.run(start())
         self._running: Future[None] = self._loop.start(self._producer.run(self._buffer))
-        self._waiting: Waiting | None = None
+        self._got: tuple[float, int] | None = None  # while a rollout waits: since when, and the groups that it has
 
     def announce(self, version: int) -> None:
         """`version` is the current one; call it before the first engine resumes with it."""
@@ -111,12 +111,12 @@ class AsyncRollouts:
             groups: list[list[Sample]] = []
             try:
                 while len(groups) < needed:
-                    self._waiting = Waiting(started, len(groups), needed, 0)
+                    self._got = started, len(groups)
                     taken = await self._buffer.get(version)
                     self._producer.taken(taken.prompt_group[0].group_index)
                     groups.append(list(iter_samples(taken.group)))
             finally:
-                self._waiting = None
+                self._got = None
             return groups
 
         try:
@@ -126,10 +126,10 @@ class AsyncRollouts:
 
     def waiting(self) -> Waiting | None:
         """What `next_rollout` waits for; None while it does not."""
-        waiting = self._waiting
-        if waiting is None:
+        if (waiting := self._got) is None:
             return None
-        return Waiting(time.monotonic() - waiting.seconds, waiting.got, waiting.needed, self._producer.in_flight)
+        since, got = waiting
+        return Waiting(time.monotonic() - since, got, self._config.rollout_batch_size, self._producer.in_flight)
 
     def position(self) -> tuple[int | None, list[int]]:
         """Where in the stream the next item is, None before the first; and positions of items before it of which no
