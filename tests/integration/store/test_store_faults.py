@@ -182,6 +182,31 @@ def test_a_fragmented_store_takes_a_batch_in_pieces(master: MasterProcess, tmp_p
         store.remove(ref)
 
 
+def test_a_fragmented_store_takes_small_batches(master: MasterProcess, tmp_path: Path) -> None:
+    """They are not packed together: the holes that larger ones leave take them one by one."""
+    with (
+        holding(master.address, tmp_path, "64mb"),
+        store_with(master.address, limits=Limits(put=0.0)) as store,
+    ):
+        refs = []
+        with pytest.raises(StoreFull):
+            while True:
+                refs.append(store.put(batch_of(MIB, len(refs))))
+        for ref in refs[::2]:
+            store.remove(ref)
+        with pytest.raises(StoreFull):
+            store.put(batch_of(3 * MIB))  # no hole is so large
+        small, size = [], 60_000
+        with pytest.raises(StoreFull):
+            while True:
+                small.append(store.put(batch_of(size, len(small))))
+        assert len(small) * size > 0.75 * MIB * len(refs[::2]), "of what was freed"
+        for seed, ref in list(enumerate(small))[:: len(small) // 7]:
+            with store.get(ref) as got:
+                assert same(got, size, seed)
+            del got
+
+
 @pytest.mark.parametrize("share_memory", [True, False])
 def test_chunks(master: MasterProcess, holder: RunningHolder, share_memory: bool) -> None:
     with store_with(master.address, share_memory=share_memory, chunk_bytes=300_001) as store:
