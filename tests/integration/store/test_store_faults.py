@@ -182,24 +182,26 @@ def test_a_fragmented_store_takes_a_batch_in_pieces(master: MasterProcess, tmp_p
         store.remove(ref)
 
 
+def until_full(store: ObjectStore, nbytes: int) -> Iterator[BatchRef]:
+    """Puts `batch_of(nbytes, 0)`, 1, ..."""
+    with suppress(StoreFull):
+        for seed in itertools.count():
+            yield store.put(batch_of(nbytes, seed))
+
+
 def test_a_fragmented_store_takes_small_batches(master: MasterProcess, tmp_path: Path) -> None:
     """They are not packed together: the holes that larger ones leave take them one by one."""
     with (
         holding(master.address, tmp_path, "64mb"),
         store_with(master.address, limits=Limits(put=0.0)) as store,
     ):
-        refs = []
-        with pytest.raises(StoreFull):
-            while True:
-                refs.append(store.put(batch_of(MIB, len(refs))))
+        refs = list(until_full(store, MIB))
         for ref in refs[::2]:
             store.remove(ref)
         with pytest.raises(StoreFull):
             store.put(batch_of(3 * MIB))  # no hole is so large
-        small, size = [], 60_000
-        with pytest.raises(StoreFull):
-            while True:
-                small.append(store.put(batch_of(size, len(small))))
+        size = 60_000
+        small = list(until_full(store, size))
         assert len(small) * size > 0.75 * MIB * len(refs[::2]), "of what was freed"
         for seed, ref in list(enumerate(small))[:: len(small) // 7]:
             with store.get(ref) as got:
