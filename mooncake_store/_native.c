@@ -1,4 +1,5 @@
-/* What takes Python too long for each of a batch's rows. All of it is optional: gather.py and tree.py do the same without.
+/* What takes Python too long for each of a batch's rows or numbers. All of it is optional: gather.py, arrays.py and
+ * tree.py do the same without.
  *
  * Only the stable interface of Python 3.11 is used: one build serves every later version. */
 
@@ -191,6 +192,72 @@ done:
     return result;
 }
 
+static int store_integer(PyObject *value, char *at, size_t size, int is_signed)
+{
+    int overflow;
+    long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
+    unsigned bits = 8 * size;
+
+    if (overflow != 0)
+        return 0; /* also what only uint64 holds: rare, and not worth a path of its own */
+    if (is_signed ? bits < 64 && (number < -(1LL << (bits - 1)) || number >= 1LL << (bits - 1))
+                  : number < 0 || (bits < 64 && number >= 1LL << bits))
+        return 0;
+    switch (size) {
+    case 1: { int8_t narrow = (int8_t)number; memcpy(at, &narrow, size); break; }
+    case 2: { int16_t narrow = (int16_t)number; memcpy(at, &narrow, size); break; }
+    case 4: { int32_t narrow = (int32_t)number; memcpy(at, &narrow, size); break; }
+    default: memcpy(at, &number, size);
+    }
+    return 1;
+}
+
+static int store_float(PyObject *value, char *at, size_t size)
+{
+    double number = PyFloat_AsDouble(value);
+
+    if (size == sizeof number) {
+        memcpy(at, &number, size);
+        return 1;
+    }
+    float narrow = (float)number;
+    if (narrow - narrow != 0 && number - number == 0) /* it became infinite */
+        return 0;
+    memcpy(at, &narrow, size);
+    return 1;
+}
+
+/* Runs no code of anybody else's. */
+static PyObject *numbers(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    PyObject *values, *into;
+    Py_buffer out;
+    Py_ssize_t count, done = 0;
+    size_t size;
+    int kind;
+
+    if (!PyArg_ParseTuple(arguments, "O!OC", &PyList_Type, &values, &into, &kind))
+        return NULL;
+    if (PyObject_GetBuffer(into, &out, PyBUF_WRITABLE) < 0)
+        return NULL;
+    count = PyList_Size(values);
+    size = count > 0 && out.len % count == 0 ? out.len / count : 0;
+    if ((kind == 'i' || kind == 'u') ? size == 1 || size == 2 || size == 4 || size == 8
+                                     : kind == 'f' && (size == sizeof(float) || size == sizeof(double))) {
+        PyTypeObject *type = kind == 'f' ? &PyFloat_Type : &PyLong_Type;
+        char *at = out.buf;
+        for (; done < count; done++, at += size) {
+            PyObject *value = PyList_GetItem(values, done);
+            if (Py_TYPE(value) != type)
+                break;
+            if (!(kind == 'f' ? store_float(value, at, size) : store_integer(value, at, size, kind == 'i')))
+                break;
+        }
+    }
+    PyBuffer_Release(&out);
+    return PyBool_FromLong(done == count);
+}
+
 static int plain(PyObject *value, int levels)
 {
     PyTypeObject *type = Py_TYPE(value);
@@ -235,6 +302,10 @@ static PyMethodDef methods[] = {
      "Returns the digest of each block of it; they end at `ends` (int64) and are digested by the C function at the\n"
      "address `hash`, as uint64_t (const void *, size_t). What is `in_place` is not read soon. TimeoutError where a\n"
      "block would begin after time.monotonic() == until."},
+    {"numbers", numbers, METH_VARARGS,
+     "numbers(values, into, kind)\n--\n\n"
+     "Store a list's numbers in a buffer of as many items: Python ints for kind 'i' and 'u', floats for 'f'.\n\n"
+     "False, the buffer being written in part, where one of them has another type or does not fit."},
     {"is_plain", is_plain, METH_VARARGS,
      "is_plain(values, levels)\n--\n\nWhether a list's values are what msgpack has itself, at most so many levels deep."},
     {NULL, NULL, 0, NULL},

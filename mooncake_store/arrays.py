@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
@@ -36,6 +36,9 @@ _CONVERTS = {"b": "b", "i": "biu", "u": "biu", "f": "biuf", "c": "biufc"}
 _INTEGERS = [
     (np.iinfo(code).min, np.iinfo(code).max, np.dtype(code)) for code in ("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<u8")
 ]
+_native_numbers: Callable[[list[Any], Array, str], bool] | None = None
+with suppress(ImportError):  # no C compiler where this was installed
+    from mooncake_store._native import numbers as _native_numbers
 _MISFIT = (struct.error, OverflowError, TypeError, ValueError)
 
 
@@ -111,6 +114,8 @@ def infer(values: Sequence[Any]) -> Array | None:
     Raises:
         OverflowError: an int beyond int64.
     """
+    if values and (first := _NATIVE.get(type(values[0]))) and (quick := _by_extension(values, first)) is not None:
+        return quick
     kinds = set(map(type, values))
     if any(issubclass(kind, np.generic) for kind in kinds):
         found = {value.dtype if isinstance(value, np.generic) else None for value in values}
@@ -155,14 +160,6 @@ def pack(values: Sequence[Any], dtype: np.dtype[Any]) -> Array:
     raise TypeError(f"not a flat list of {name_of(dtype)}")
 
 
-def pack_row(values: Sequence[Any], dtype: np.dtype[Any]) -> Array:
-    """`pack`, or the same numbers as uint8 where that is quicker: a mask of ones and zeros is."""
-    if dtype.kind in "iu" and dtype.itemsize > 1:
-        with suppress(ValueError, TypeError):
-            return np.frombuffer(bytes(values), dtype=np.uint8)
-    return pack(values, dtype)
-
-
 def narrowest(low: int, high: int) -> np.dtype[Any]:
     """The narrowest integer dtype that holds numbers from `low` to `high`."""
     for least, most, dtype in _INTEGERS:
@@ -171,7 +168,17 @@ def narrowest(low: int, high: int) -> np.dtype[Any]:
     return np.dtype("<i8")
 
 
+def _by_extension(values: Sequence[Any], dtype: np.dtype[Any]) -> Array | None:
+    """`values` if all are Python ints, or floats, that `dtype` holds; None for all else."""
+    if _native_numbers is None or type(values) is not list or dtype.kind not in "iuf":
+        return None
+    array = np.empty(len(values), dtype=dtype)
+    return array if _native_numbers(values, array, dtype.kind) else None
+
+
 def _packed(values: Sequence[Any], dtype: np.dtype[Any]) -> Array:
+    if (quick := _by_extension(values, dtype)) is not None:
+        return quick
     code = _STRUCT.get(dtype.name)
     if code is not None:
         # struct takes whatever has __float__ for a float: a complex scalar without its imaginary part, a datetime64.

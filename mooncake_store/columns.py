@@ -32,7 +32,6 @@ from mooncake_store.arrays import (
     narrowest,
     normalise,
     pack,
-    pack_row,
 )
 from mooncake_store.tensors import is_tensor_type, plain_tensors
 from mooncake_store.tree import TreeWriter, pack_texts
@@ -343,7 +342,7 @@ def _cast_row(name: str, index: int, value: Any, dtype: np.dtype[Any]) -> Array:
             raise TypeError(f"a {type(row).__name__} is not a row of numbers")
         if row and (isinstance(row[0], list | tuple) or (is_array(row[0]) and row[0].ndim)):
             return cast(_rectangle(row), dtype)
-        return pack_row(row, dtype)
+        return pack(row, dtype)
 
 
 def _stacked(name: str, values: list[Any], dtype: np.dtype[Any] | None) -> Dense:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import xxhash
 
-from mooncake_store.arrays import Bytes, as_bytes, name_of
+from mooncake_store.arrays import Bytes, as_bytes, name_of, pack
 from mooncake_store.columns import Column, Dense, Ragged, Tree, ValueSpec, analyse, in_order, narrowed, num_rows_of
 from mooncake_store.format import (
     HEADER,
@@ -110,8 +110,8 @@ class Encoded:
         sums = []
         written = iter(self._write_data(sink))
         for part in self._parts.values():
-            index = part.index([next(written) for _ in part.buffers])
-            indexes[part.index_at : part.index_at + index.size] = index
+            index = indexes[part.index_at : part.index_at + part.index_bytes]
+            part.write_index(index, [next(written) for _ in part.buffers])
             sums.append(xxhash.xxh3_128_digest(index.data))
         table = self._table(xxhash.xxh3_128_digest(self._order.data), sums)
         header = pack_header(self.nbytes, table, self.head_bytes)
@@ -266,9 +266,13 @@ class _Part:
     def index_bytes(self) -> int:
         return self._before.size + sum(rows.index_bytes for rows in self.buffers)
 
-    def index(self, sums: Sequence[Sequence[int]]) -> Bytes:
-        """sums: the digests of each buffer's blocks."""
-        return np.concatenate([self._before, *map(Rows.index, self.buffers, sums)])
+    def write_index(self, out: Bytes, sums: Sequence[Sequence[int]]) -> None:
+        """out: uint8 [index_bytes]. sums: the digests of each buffer's blocks."""
+        at = self._before.size
+        out[:at] = self._before
+        for rows, digests in zip(self.buffers, sums, strict=True):
+            rows.write_index(out[at : at + rows.index_bytes], digests)
+            at += rows.index_bytes
 
     def entry(self, digest: bytes) -> Entry:
         index = Span(self.index_at, self.index_bytes, digest)
@@ -295,6 +299,6 @@ class _Part:
 
     def _tree(self, column: Tree) -> list[Rows]:
         if column.shares is not None:
-            self._before = as_bytes(np.array(column.shares, dtype="<u4"))
+            self._before = as_bytes(pack(column.shares, np.dtype("<u4")))
         prefix = ARRAY_HEADER + len(column.blobs).to_bytes(4, "big") if column.per_row else b""
         return [PackedRows(column.blobs, prefix), LeafRows(column.leaves.rows)]

@@ -218,7 +218,9 @@ class Blocks:
 
 def blocks_of_rows(ends: Numbers, rows: int) -> Blocks:
     """Blocks of `rows` rows each."""
-    last = np.minimum(np.arange(rows, ends.size + rows, rows), ends.size) - 1 if ends.size else ends
+    if rows >= ends.size:
+        return Blocks(ends[-1:], None, rows)
+    last = np.minimum(np.arange(rows, ends.size + rows, rows), ends.size) - 1
     return Blocks(ends[last], None, rows)
 
 

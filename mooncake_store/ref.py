@@ -169,10 +169,13 @@ def provenance(batch: Mapping[str, Any]) -> Provenance:
 
 def _numbers(batch: Mapping[str, Any], column: str, read: Callable[[Any], int | None], allowed: str) -> list[int]:
     values = _listed(batch.get(column))
-    is_flat = set(map(type, values)) <= _EQUAL_IS_SAME
-    rows = [values] if is_flat else [value if type(value) is list else _listed(value) for value in values]
-    items = list(chain.from_iterable(rows))
-    if set(map(type, items)) <= _EQUAL_IS_SAME:
+    kinds = set(map(type, values))
+    if kinds <= _EQUAL_IS_SAME:
+        items = values
+    else:
+        items = list(chain.from_iterable(values if kinds == {list} else map(_listed, values)))
+        kinds = set(map(type, items))
+    if kinds <= _EQUAL_IS_SAME:
         items = list(dict.fromkeys(items))  # a batch has few versions
     numbers = [read(_plain(item)) for item in items if item is not None and not _is_unstamped(item, column)]
     if None not in numbers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
@@ -108,6 +109,10 @@ class Rows:
         """In which to write them: as many rows as fit into `most` bytes, or as few as one block has, or one
         row if that has several."""
         ends, blocks = self._ends, self._blocks
+        if self.nbytes <= most:  # most columns
+            if blocks.ends.size:
+                yield Step((0, ends.size), (0, blocks.ends.size), 0, self.nbytes)
+            return
         if blocks.first is None:
             unit_ends = blocks.ends
             rows = np.minimum(np.arange(1, unit_ends.size + 1) * blocks.size, ends.size)
@@ -135,10 +140,10 @@ class Rows:
             sink.reserve(position + end, padding)[:] = 0
         return sums
 
-    def index(self, sums: Sequence[int]) -> Bytes:
-        """Where rows end, if they differ, and the blocks' digests."""
-        ends = self._ends if self._stride < 0 else self._ends[:0]
-        return np.concatenate([as_bytes(ends.astype("<i8")), as_bytes(np.array(sums, dtype="<u8"))])
+    def write_index(self, out: Bytes, sums: Sequence[int]) -> None:
+        """Write where rows end, if they differ, and the blocks' digests, into `out` (uint8 [index_bytes])."""
+        out[: out.size - 8 * len(sums)].view("<i8")[:] = self._ends if self._stride < 0 else self._ends[:0]
+        out[out.size - 8 * len(sums) :].view("<u8")[:] = sums
 
     def _at_once(self, sink: Sink, position: int, step: Step, ends: Numbers) -> list[int]:
         while True:
@@ -170,7 +175,7 @@ class ArrayRows(Rows):
 
     def __init__(self, array: Array, stored: np.dtype[Any]) -> None:
         self._array, self._dtype = array, stored
-        stride = stored.itemsize * int(np.prod(array.shape[1:], dtype=np.int64))
+        stride = stored.itemsize * math.prod(array.shape[1:])
         super().__init__(np.arange(1, len(array) + 1, dtype=np.int64) * stride, stride)
 
     def fill(self, first: int, last: int, target: Bytes) -> None:
@@ -192,18 +197,18 @@ class StackedRows(Rows):
     def __init__(self, rows: list[Array], stored: np.dtype[Any], ndim: int, sliced: bool) -> None:
         self._rows, self._dtype = rows, stored
         self._as_they_are = bool(rows) and rows[0].dtype == stored  # of one dtype they all are
+        self.item: tuple[int, ...] | None = None
         if ndim == 1:  # ten times as fast as of tuples
-            self.shapes = np.fromiter(map(len, rows), np.int64, len(rows)).reshape(-1, 1)
+            lengths = _lengths(rows)
+            self.shapes, self.item, ends = lengths.reshape(-1, 1), (), np.cumsum(lengths)
         else:
             self.shapes = np.array([row.shape for row in rows], dtype=np.int64).reshape(len(rows), ndim)
-        self.item: tuple[int, ...] | None = None
-        # An item without bytes leaves no trace of how many there are.
-        first = self.shapes[0, 1:] if rows else self.shapes[:0]
-        if ndim and (rows or ndim == 1) and first.all() and (self.shapes[:, 1:] == first).all():
-            self.item = tuple(first.tolist()) if rows else ()
-        super().__init__(
-            np.cumsum(self.shapes.prod(axis=1)) * stored.itemsize, lengths=self.shapes[:, 0] if sliced else None
-        )
+            # An item without bytes leaves no trace of how many there are.
+            first = self.shapes[0, 1:] if rows else self.shapes[:0]
+            if ndim and rows and first.all() and (self.shapes[:, 1:] == first).all():
+                self.item = tuple(first.tolist())
+            ends = np.cumsum(self.shapes.prod(axis=1))
+        super().__init__(ends * stored.itemsize, lengths=self.shapes[:, 0] if sliced else None)
 
     def fill(self, first: int, last: int, target: Bytes) -> None:
         rows = self._rows[first:last]
@@ -233,13 +238,17 @@ class PackedRows(Rows):
 
     def __init__(self, blobs: list[bytes], prefix: bytes) -> None:
         self._blobs = [prefix + blobs[0], *blobs[1:]] if blobs and prefix else blobs
-        super().__init__(np.cumsum(list(map(len, self._blobs)), dtype=np.int64))
+        super().__init__(np.cumsum(_lengths(self._blobs)))
 
     def fill(self, first: int, last: int, target: Bytes) -> None:
         target[:] = np.frombuffer(b"".join(self._blobs[first:last]), dtype=np.uint8)
 
     def row(self, number: int) -> Bytes:
         return np.frombuffer(self._blobs[number], dtype=np.uint8)
+
+
+def _lengths(rows: Sequence[Any]) -> Numbers:
+    return np.fromiter(map(len, rows), np.int64, len(rows))
 
 
 class LeafRows(Rows):
