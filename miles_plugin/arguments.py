@@ -251,7 +251,9 @@ class WeightUpdateArguments(BaseModel):
         "what changed is published in a directory or object store, from which each engine's host keeps a checkpoint",
     )
     update_weight_buffer_size: Bytes = Field(
-        512 * 1024**2, ge=1, description="bytes per bucket of weights; also as text, e.g. 512mb"
+        512 * 1024**2,
+        ge=1,
+        description="bytes per bucket of weights, of which two are in memory; also as text, e.g. 512mb",
     )
     p2p_transfer_num_workers: int = Field(4, ge=1, description="threads of one trainer rank that write (p2p only)")
     p2p_transfer_timeout: float = Field(30.0, gt=0, description="seconds that one write may take (p2p only)")

@@ -25,7 +25,6 @@ _MB = 1024**2
 # its agents, the first one also the GCS.
 _DRIVER, _MASTER, _HOLDER, _HEAD, _NODE, _MANAGER, _RANK, _ENGINE = 600, 50, 70, 450, 150, 450, 550, 1550
 _ENGINE_RANK = 500
-_STAGE = 128  # of p2p
 # float32 weights, gradients and two moments, for each byte of a bfloat16 checkpoint.
 _TRAINED_PER_CHECKPOINT_BYTE = 8
 _TINY_CHECKPOINT_BYTES = 2 * _MB
@@ -91,7 +90,7 @@ def processes(config: TrainConfig, plan: Plan) -> list[PlannedProcess]:
     is_p2p, is_delta = (config.update_weight_transfer_mode == mode for mode in ("p2p", "disk-delta"))
     # What weights are sent from: two pieces of memory, of the one rank that broadcasts, or of each; a rank that
     # publishes has its share as it was, and what changed, in the host's memory.
-    sent_from = 2 * min(_STAGE * _MB if is_p2p else config.update_weight_buffer_size, weights)
+    sent_from = 2 * min(config.update_weight_buffer_size, weights)
     if is_delta:
         sent_from = 2 * _checkpoint_bytes(config.hf_checkpoint) // config.world_size
     for index in range(config.actor_num_nodes):

@@ -42,7 +42,7 @@ class Settings:
     """One run.
 
     Attributes:
-        nbytes: of the model, about. bucket_bytes: of a broadcast. workers: that write peer to peer.
+        nbytes: of the model, about. bucket_bytes: that are sent at a time. workers: that write peer to peer.
         repeats, warmup: rounds.
     """
 

@@ -61,7 +61,7 @@ class Trainer:
         versions = _Versions() if plan.rank == 0 else None
         transports: dict[str, Transport] = {
             BROADCAST: Broadcaster(HOST, "bench", "gloo", plan.bucket_bytes) if plan.rank == 0 else Bystander(),
-            P2P: PeerWriter(HOST, plan.rank, plan.ranks, layout, workers=plan.workers),
+            P2P: PeerWriter(HOST, plan.rank, plan.ranks, layout, plan.bucket_bytes, workers=plan.workers),
         }
         served: dict[str, str] = {}  # one for both: engines that the other mode updated were not started anew
         self._updaters = {mode: Updater(transports[mode], ranks, versions, "retract", served=served) for mode in MODES}

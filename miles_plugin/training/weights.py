@@ -110,6 +110,7 @@ def _transport(
             ranks.rank,
             ranks.size,
             layout,
+            config.update_weight_buffer_size,
             workers=config.p2p_transfer_num_workers,
             timeout=config.p2p_transfer_timeout,
             protocol=protocol,

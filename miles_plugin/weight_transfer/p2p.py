@@ -31,7 +31,6 @@ from miles_plugin.weight_transfer.transfer_engine import start_transfer_engine
 from mooncake_store.bounded import bounded
 
 PIECE_BYTES = 16 << 20
-STAGE_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,9 @@ class PeerWriter:
         host: address of this rank's node, reachable from the engines.
         rank, size: of the trainer ranks.
         layout: of an engine with so many ranks; raises ConfigError where none is known.
+        stage_bytes: that are written at a time to one engine rank, of which there are two. After each the processes
+            that carry the bytes wait for one another: with 128 MiB two engines got 0.89 of a raw write's speed on two
+            processors, with 512 MiB 0.99.
         workers: writes at a time. timeout: seconds that each may take.
         protocol: "tcp" or "rdma". device: where stages are; with RDMA "cuda" works without a copy to the host.
         device_name: of the RDMA device; empty: any.
@@ -65,12 +67,12 @@ class PeerWriter:
         rank: int,
         size: int,
         layout: Callable[[int], Layout],
+        stage_bytes: int,
         workers: int = 4,
         timeout: float = 30.0,
         protocol: str = "tcp",
         device: str = "cpu",
         device_name: str = "",
-        stage_bytes: int = STAGE_BYTES,
         piece_bytes: int = PIECE_BYTES,
         bounds: Bounds = Bounds(),  # noqa: B008  (frozen)
     ) -> None:

@@ -231,7 +231,7 @@ def test_an_engine_whose_memory_is_not_what_the_table_says_is_not_written_to(
     Told.info, Told.memory = ({"tp_size": 2} if wrong == "tp_size" else {}), memory
     monkeypatch.setattr(p2p, "SGLangEngine", Told)
     monkeypatch.setattr(p2p, "start_transfer_engine", lambda *_: Transfer())
-    writer = PeerWriter("127.0.0.1", 0, 1, lambda _tp: layout)
+    writer = PeerWriter("127.0.0.1", 0, 1, lambda _tp: layout, 1 << 20)
     engine = EngineAddress("http://a:1", 1)
     failed = writer.connect([engine])
     writer.close()

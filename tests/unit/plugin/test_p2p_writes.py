@@ -62,7 +62,7 @@ class Engine:
         monkeypatch.setattr(p2p, "start_transfer_engine", lambda *_: self.transfer)
         peer = _Peer(EngineAddress("http://engine", tp), self.layout, tuple(map(str, range(tp))), tuple(memory))
         monkeypatch.setattr(PeerWriter, "_meet", lambda *_: peer)
-        self.writer = PeerWriter("127.0.0.1", 0, 1, cast(Any, None), **more)
+        self.writer = PeerWriter("127.0.0.1", 0, 1, cast(Any, None), **{"stage_bytes": 1 << 20, **more})
         assert not self.writer.connect([peer.address])
 
     def assert_holds(self, weights: dict[str, torch.Tensor]) -> None:
@@ -155,7 +155,7 @@ def test_an_engine_whose_settings_move_its_weights_is_never_written_to(
 
     monkeypatch.setattr(p2p, "SGLangEngine", Client)
     monkeypatch.setattr(p2p, "start_transfer_engine", lambda *_: Local())
-    writer = PeerWriter("127.0.0.1", 0, 1, lambda tp: Layout(CONFIG, tp, torch.bfloat16))
+    writer = PeerWriter("127.0.0.1", 0, 1, lambda tp: Layout(CONFIG, tp, torch.bfloat16), 1 << 20)
     failed = writer.connect([EngineAddress("http://engine", 1)])
     assert [name in failed.get("http://engine", "") for name in setting] == [True] * len(setting)
     assert bool(failed) == bool(setting)

@@ -75,7 +75,7 @@ def test_a_larger_checkpoint_needs_more_memory(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(plan, "memory_limit", lambda: MemoryLimit(64 * gib, "memory.max"))
     more = {"rollout_node": 2 * gib, "trainer_node_0": 8 * gib, "trainer_node_1": 8 * gib}
     # What weights are sent from: of one rank, or of every.
-    sends = {"broadcast": {"trainer_node_0": gib}, "p2p": {"trainer_node_0": gib / 2, "trainer_node_1": gib / 2}}
+    sends = {"broadcast": {"trainer_node_0": gib}, "p2p": {"trainer_node_0": 2 * gib, "trainer_node_1": 2 * gib}}
     for mode, buffers in sends.items():
         flags = ["--update-weight-transfer-mode", mode, "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "2"]
         tiny, large = planned(*flags), planned("--hf-checkpoint", str(tmp_path), *flags)
