@@ -196,24 +196,34 @@ typedef struct {
 
 INLINE int patch_values(size_t width, char *block, Patched *from)
 {
-    for (; from->changed < from->most_changed; from->changed++) {
-        uint64_t position = from->positions[from->changed];
-        if (position < from->base)
-            return 0;
-        position -= from->base;
-        if (position >= from->values)
+    /* In registers: a change to the block might be one to *from. */
+    const uint32_t *positions = from->positions;
+    const uint8_t *nibbles = from->nibbles;
+    size_t changed = from->changed, most = from->most_changed, escaped = from->escaped;
+    uint64_t base = from->base, values = from->values;
+    int agreed = 1;
+
+    for (; changed < most; changed++) {
+        uint64_t position = positions[changed];
+        if (position - base >= values) {
+            agreed = position >= base;
             break;
-        char *at = block + position * width;
-        unsigned coded = from->nibbles[from->changed / 2] >> (from->changed % 2 * 4) & 15;
+        }
+        char *at = block + (position - base) * width;
+        unsigned coded = nibbles[changed / 2] >> (changed % 2 * 4) & 15;
         if (coded != ESCAPE) {
             store(at, load(at, width) + unzigzag(coded + 1), width);
         } else {
-            if (from->escaped >= from->most_escaped)
-                return 0;
-            memcpy(at, from->escapes + from->escaped++ * width, width);
+            if (escaped >= from->most_escaped) {
+                agreed = 0;
+                break;
+            }
+            memcpy(at, from->escapes + escaped++ * width, width);
         }
     }
-    return 1;
+    from->changed = changed;
+    from->escaped = escaped;
+    return agreed;
 }
 
 /* Byte j of all coded differences makes plane j. */
