@@ -208,6 +208,11 @@ class FullyAsyncArguments(BaseModel):
         description="groups that are not trained on, aborted ones and those beyond --max-weight-staleness: retry "
         "generates their prompts again, drop does not",
     )
+    custom_async_data_buffer_path: str | None = Field(
+        None,
+        description="your buffer of finished groups as package.module.Class, with put, get and get_metrics as in "
+        "miles; it decides what is trained on",
+    )
     rollout_submission_granularity: Literal["sample", "group"] = Field(
         "sample", description="the next group is submitted when as many samples have finished, or when a group has"
     )

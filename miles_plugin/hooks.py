@@ -1,22 +1,32 @@
-"""What miles's own hooks will be pointed at. The names are reserved: naming one of them now is refused at the start.
+"""What miles's own hooks may be pointed at, by a name that stays.
 
-miles looks a hook up with getattr when it builds what calls it, so a job ends there and not at its first update.
+miles looks a hook up with getattr when it builds what calls it; that is when a name that is only reserved is refused,
+and a miles that is not known.
 """
 
-from typing import NoReturn
+from typing import Any
 
 from mooncake_store.errors import ConfigError
 
-_RESERVED = {
-    "post_write": ("--custom-update-weight-post-write-path", "miles publishes deltas without a hook"),
-    "DataBuffer": ("--custom-async-data-buffer-path", "miles has a buffer of its own"),
-}
 
+def __getattr__(name: str) -> Any:
+    if name == "DataBuffer":
+        # Not above: what imports miles is for a process that has it.
+        from miles_plugin.in_miles import names
 
-def __getattr__(name: str) -> NoReturn:
-    if name in _RESERVED:
-        flag, instead = _RESERVED[name]
+        if not names.is_importable():
+            raise ConfigError(
+                f"{__name__}.{name} is for a miles job, and there is no miles here; this project's own job has that "
+                "buffer without --custom-async-data-buffer-path"
+            )
+        names.check_buffer()
+        from miles_plugin.in_miles.data_buffer import DataBuffer
+
+        return DataBuffer
+    if name == "post_write":
+        flag = "--custom-update-weight-post-write-path"
         raise ConfigError(
-            f"{flag} {__name__}.{name}: this miles-mooncake does not have it yet; leave {flag} out: {instead}"
+            f"{flag} {__name__}.{name}: this miles-mooncake does not have it yet; leave {flag} out: miles publishes "
+            "deltas without a hook"
         )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it will have {', '.join(_RESERVED)}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has DataBuffer, and will have post_write")

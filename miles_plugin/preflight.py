@@ -10,7 +10,8 @@ from miles_plugin.checkpoint import check_save, check_writable, find
 from miles_plugin.cluster import NodeSpec
 from miles_plugin.engines.attach import AttachedEngine, attach, check_loopback, expected_engines
 from miles_plugin.engines.routed_experts import check_routed_experts
-from miles_plugin.fully_async.buffer import capacity_of
+from miles_plugin.fully_async.buffer import BufferSettings
+from miles_plugin.fully_async.custom_buffer import load_buffer_class
 from miles_plugin.fully_async.settings import concurrent_samples
 from miles_plugin.joined_cluster import find_nodes
 from miles_plugin.object_store import open_rollout_store
@@ -96,7 +97,9 @@ def _check_fully_async(config: TrainConfig) -> None:
             f"async_max_concurrent_samples={config.async_max_concurrent_samples} is less than a group of "
             f"n_samples_per_prompt={config.n_samples_per_prompt}; allowed is at least that"
         )
-    capacity_of(config.async_data_buffer_capacity_factor, config.rollout_batch_size)
+    BufferSettings.of(config)
+    if config.custom_async_data_buffer_path is not None:
+        load_buffer_class(config.custom_async_data_buffer_path)
 
 
 def check_report(config: TrainConfig) -> None:

@@ -8,6 +8,7 @@ The order is that of arrival, on both sides, for groups as for those who wait; w
 Every call but `get_metrics` is O(1) for each group that passes.
 """
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -20,9 +21,11 @@ from miles_plugin.fully_async.counts import PREFIX, Counts, Staleness
 from miles_plugin.fully_async.entries import Entry, Hooks, InMemory, Queue, Spot
 from miles_plugin.fully_async.groups import DataBufferInput, PromptGroup, is_aborted
 from miles_plugin.fully_async.journal import Journal
-from miles_plugin.fully_async.staleness import ASKED, Judgement, Origin, Watermark, is_final, judge
+from miles_plugin.fully_async.staleness import ASKED, Judgement, Origin, Watermark, is_final, judge, number_of
 from miles_plugin.fully_async.waiting import Line
 from mooncake_store.errors import ConfigError, StoreError
+
+_log = logging.getLogger(__name__)
 
 
 class BufferClosed(StoreError):
@@ -57,6 +60,12 @@ class BufferSettings:
         if self.unused not in ("retry", "drop"):
             raise ConfigError(f"unused = {self.unused!r}: allowed are 'retry' and 'drop'")
 
+    @classmethod
+    def of(cls, args: Any) -> "BufferSettings":
+        """From the flags of a job, this project's or miles's, which have the same names. Raises ConfigError."""
+        capacity = capacity_of(args.async_data_buffer_capacity_factor, args.rollout_batch_size)
+        return cls(capacity, args.max_weight_staleness, args.async_unused_samples_handler)
+
 
 def capacity_of(factor: float, rollout_batch_size: int) -> int:
     """Groups in the buffer for miles's capacity factor; ConfigError when that is not even one."""
@@ -80,6 +89,7 @@ class DataBuffer:
         run_id: of this run; groups that say that they are of another one are never handed out. None: not known.
         queue: where groups lie, `InMemory` or `Spill`; this buffer's alone.
         journal: notes what becomes of each group, for a restart; groups need distinct numbers then, in `group_index`.
+        number: which version a sample names, None for none; for a host whose own numbers may fall.
         clock: in seconds, monotonic.
 
     Raises:
@@ -95,12 +105,13 @@ class DataBuffer:
         run_id: str | None = None,
         queue: Queue | None = None,
         journal: Journal | None = None,
+        number: Callable[[object], int | None] = number_of,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if settings.unused == "retry" and regenerate is None:
             raise ConfigError("unused = 'retry' needs `regenerate`, which generates a group again; or say 'drop'")
         self._settings, self._regenerate, self._dropped, self._run_id = settings, regenerate, dropped, run_id
-        self._watermark, self._counts = Watermark(), Counts()
+        self._number, self._watermark, self._counts = number, Watermark(), Counts()
         self._queue: Queue = InMemory() if queue is None else queue
         self._books: Books = (
             Books(self._queue.discard)
@@ -127,7 +138,7 @@ class DataBuffer:
             TypeError: with a journal, a group without a number.
         """
         self._check_open()
-        entry = Entry.of(input)
+        entry = Entry.of(input, self._number)
         self._books.check(entry)
         if is_aborted(input.group):
             self._counts.add("aborted_groups_filtered")
@@ -272,6 +283,10 @@ class DataBuffer:
         assert entry is not None, "looked at when the place was reached"
         judgement = self._judge(entry)
         if not judgement.keep:
+            _log.info(
+                "a group is not trained on: %s; it is of versions %s to %s, and the current one is %s",
+                *(judgement.verdict.value, entry.origin.oldest, entry.origin.newest, self.current_version),
+            )
             self._give_up(entry)
             self._queue.pop()
             self._left(entry, Spot.GIVEN_UP)

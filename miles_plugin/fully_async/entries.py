@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from miles_plugin.fully_async.groups import DataBufferInput, Group, PromptGroup
-from miles_plugin.fully_async.staleness import Origin, origin_of
+from miles_plugin.fully_async.staleness import Origin, number_of, origin_of
 
 
 class Spot(Enum):
@@ -33,15 +33,15 @@ class Entry:
     spot: Spot = Spot.READY
 
     @classmethod
-    def of(cls, given: DataBufferInput) -> "Entry":
-        """Raises ValueError for a group without samples or prompts."""
+    def of(cls, given: DataBufferInput, number: Callable[[object], int | None] = number_of) -> "Entry":
+        """Raises ValueError for a group without samples or prompts. number: of a version, see `origin_of`."""
         if not given.group or not given.prompt_group:
             raise ValueError(
                 f"a group of {len(given.group)} samples from {len(given.prompt_group)} prompts cannot be put; put what "
                 "was generated together with what it was generated from"
             )
         run_id = getattr(given, "run_id", None)  # miles's own DataBufferInput has none
-        return cls(given.prompt_group, given.group, origin_of(given.group, run_id))
+        return cls(given.prompt_group, given.group, origin_of(given.group, run_id, number))
 
     @property
     def number(self) -> int:

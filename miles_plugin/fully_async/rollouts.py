@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from argparse import Namespace
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future
@@ -11,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from miles_plugin.arguments import TrainConfig
-from miles_plugin.fully_async.buffer import BufferFailed, BufferSettings, DataBuffer, capacity_of
+from miles_plugin.fully_async.buffer import BufferFailed, BufferSettings, DataBuffer
+from miles_plugin.fully_async.custom_buffer import CustomBuffer
 from miles_plugin.fully_async.groups import iter_samples
 from miles_plugin.fully_async.producer import Producer
 from miles_plugin.fully_async.settings import concurrent_samples
@@ -79,15 +81,14 @@ class AsyncRollouts:
                 run_id,
             )
             self._buffer = DataBuffer(
-                BufferSettings(
-                    capacity_of(config.async_data_buffer_capacity_factor, config.rollout_batch_size),
-                    config.max_weight_staleness,
-                    config.async_unused_samples_handler,
-                ),
+                BufferSettings.of(config),
                 self._producer.regenerate,
                 dropped=self._producer.dropped,
                 run_id=run_id,
             )
+            if (path := config.custom_async_data_buffer_path) is not None:
+                unused = self._producer.regenerate, self._producer.dropped
+                self._buffer = CustomBuffer(path, Namespace(**sampler.settings), *unused)
             if version is not None:
                 self._buffer.announce(version)
 

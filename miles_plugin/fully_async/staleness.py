@@ -5,6 +5,7 @@ where it is not known, and it is never negative.
 """
 
 import threading
+from collections.abc import Callable
 from enum import Enum
 from typing import NamedTuple
 
@@ -65,12 +66,12 @@ def number_of(version: object) -> int | None:
     return None
 
 
-def origin_of(group: Group, run_id: str | None = None) -> Origin:
-    """Where a finished group comes from. A group without samples is unstamped."""
+def origin_of(group: Group, run_id: str | None = None, number: Callable[[object], int | None] = number_of) -> Origin:
+    """Where a finished group comes from, by the `number` of each span's version. One without samples is unstamped."""
     numbers: list[int] = []
     unstamped = not group
     for sample in iter_samples(group):
-        found = [number_of(version) for version in sample.weight_versions]
+        found = [number(version) for version in sample.weight_versions]
         unstamped = unstamped or not found or None in found
         numbers += [number for number in found if number is not None]
     return Origin(min(numbers, default=None), max(numbers, default=None), unstamped, run_id)

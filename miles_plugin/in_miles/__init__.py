@@ -1,1 +1,1 @@
-"""What runs inside a miles job. Only `object_store.py` and `delayed_split.py` import miles."""
+"""What runs inside a miles job. Only `object_store.py`, `delayed_split.py` and `data_buffer.py` import miles."""

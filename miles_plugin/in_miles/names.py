@@ -5,17 +5,22 @@ Read at radixark/miles 31f1ca961 (2026-08-21). `miles/utils/object_store.py` is 
 
 import ast
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mooncake_store.errors import ConfigError
 
 KNOWN_REVISIONS = "radixark/miles 01df799d4 (2026-07-27) to 31f1ca961 (2026-08-21)"
+BUFFER_REVISIONS = "radixark/miles eff558e9b (2026-08-07) to 31f1ca961 (2026-08-21)"
 
 OBJECT_STORE = "miles.utils.object_store"
 DATA = "miles.utils.data"
 CONVERSION = "miles.ray.rollout.train_data_conversion"
 RAY_UTILS = "miles.utils.ray_utils"
+BUFFER = "miles.rollout.fully_async_data_buffer"
+FILTERS = "miles.rollout.filter_hub.base_types"
+MISC = "miles.utils.misc"
 
 # Replaced: the class in OBJECT_STORE, and in DATA the function that gives a trainer rank its rows.
 STORE_CLASS = "MooncakeObjectStore"
@@ -59,6 +64,20 @@ EXPECTED = (
     Expected(CONVERSION, "process_rollout_data_shard", ("args", "rollout_data")),
 )
 
+# Of the buffer of asynchronous rollouts, which a miles that has none need not have; `get` takes more, by name.
+EXPECTED_BUFFER = (
+    Expected(BUFFER, "DataBufferConstructorInput.__init__", ("self", "args", "unused_handler_fn")),
+    Expected(BUFFER, "DataBufferInput.__init__", ("self", "prompt_group", "group")),
+    Expected(BUFFER, "DataBuffer.put", ("self", "input")),
+    Expected(BUFFER, "DataBuffer.get", ("self",)),
+    Expected(BUFFER, "DataBuffer.get_metrics", ("self",)),
+    Expected(FILTERS, "call_dynamic_filter", ("fn",)),
+    Expected(FILTERS, "MetricGatherer.__init__", ("self",)),
+    Expected(FILTERS, "MetricGatherer.on_dynamic_filter_drop", ("self", "reason")),
+    Expected(FILTERS, "MetricGatherer.collect", ("self",)),
+    Expected(MISC, "load_function", ("path", "sync_required")),
+)
+
 
 def is_importable() -> bool:
     """Whether this process can import miles."""
@@ -75,20 +94,30 @@ def check() -> None:
         ConfigError: something is missing or different; says what was looked for and found, and which revisions are
             known.
     """
-    for module in dict.fromkeys(expected.module for expected in EXPECTED):
-        source = _source(module)
+    _check_signatures(EXPECTED, KNOWN_REVISIONS)
+    _check_store(_source(OBJECT_STORE))
+    for importer in IMPORTERS:
+        _check_importer(_source(importer))
+
+
+def check_buffer() -> None:
+    """The same of what the buffer of asynchronous rollouts relies on. Raises ConfigError, as `check`."""
+    _check_signatures(EXPECTED_BUFFER, BUFFER_REVISIONS)
+
+
+def _check_signatures(names: Sequence[Expected], known: str) -> None:
+    for module in dict.fromkeys(expected.module for expected in names):
+        source = _source(module, known)
         found = _functions(_parsed(source))
-        for expected in EXPECTED:
+        for expected in names:
             if expected.module == module and found.get(expected.name) != expected.parameters:
                 there = found.get(expected.name)
                 raise _unknown(
                     f"{module}.{expected.name}{_signature(expected.parameters)}",
                     source,
                     "nothing of that name" if there is None else f"{expected.name}{_signature(there)}",
+                    known,
                 )
-    _check_store(_source(OBJECT_STORE))
-    for importer in IMPORTERS:
-        _check_importer(_source(importer))
 
 
 def _check_store(source: Path) -> None:
@@ -141,7 +170,7 @@ def _parsed(source: Path) -> ast.Module:
         raise ConfigError(f"this is not a miles that miles-mooncake knows: {source}: {error}") from error
 
 
-def _source(module: str) -> Path:
+def _source(module: str, known: str = KNOWN_REVISIONS) -> Path:
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError) as error:
@@ -151,7 +180,7 @@ def _source(module: str) -> Path:
     if spec is None or spec.origin is None:
         raise ConfigError(
             f"this is not a miles that miles-mooncake knows: looked for {module}, but {reason}; known are "
-            f"{KNOWN_REVISIONS}. Nothing was changed"
+            f"{known}. Nothing was changed"
         )
     return Path(spec.origin)
 
@@ -177,10 +206,10 @@ def _functions(tree: ast.Module) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _unknown(looked_for: str, source: Path, found: str) -> ConfigError:
+def _unknown(looked_for: str, source: Path, found: str, known: str = KNOWN_REVISIONS) -> ConfigError:
     return ConfigError(
         f"this is not a miles that miles-mooncake knows: looked for {looked_for} in {source}, found {found}; known are "
-        f"{KNOWN_REVISIONS}. Nothing was changed: use such a revision, or a miles-mooncake that knows yours"
+        f"{known}. Nothing was changed: use such a revision, or a miles-mooncake that knows yours"
     )
 
 

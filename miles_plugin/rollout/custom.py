@@ -1,4 +1,4 @@
-"""What a custom generate or reward function may import. The names and fields are miles's.
+"""What a custom generate or reward function, or buffer, may import. The names and fields are miles's.
 
 from miles_plugin.rollout.custom import GenerateState, Sample, post
 
@@ -18,18 +18,21 @@ from urllib.parse import urlsplit
 
 from miles_plugin.arguments import TrainConfig
 from miles_plugin.engines.sglang import AsyncHTTP
+from miles_plugin.fully_async.contract import DataBuffer, DataBufferConstructorInput
+from miles_plugin.fully_async.groups import DataBufferInput
 from miles_plugin.rollout.prompts import load_tokenizer
 from miles_plugin.rollout.sample import Sample, merge_versions
 
-__all__ = ["GenerateState", "Sample", "post"]
+__all__ = ["DataBuffer", "DataBufferConstructorInput", "DataBufferInput", "GenerateState", "Sample", "post"]
 
 # Requests in flight to one engine at most; miles's --sglang-server-concurrency.
 CONCURRENCY_PER_ENGINE = 512
 
-# Settings of miles that its generation functions read and that are not settings here: the values that mean "off".
+# Settings of miles that its generation functions and buffers read, and that are none here: the values that mean "off".
 _MILES_DEFAULTS: Mapping[str, Any] = {
     "chat_template_path": None,
     "ci_test": False,
+    "dynamic_sampling_filter_path": None,
     "group_rm": False,
     "partial_rollout": False,
     "reward_key": None,

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mooncake_store.errors import ConfigError
@@ -31,29 +31,45 @@ def load_function(setting: str, path: str, parameters: tuple[str, ...]) -> Calla
     Raises:
         ConfigError: no such module or function, importing it failed, or it takes other parameters.
     """
+    named, function = f"{setting}={path}", find(setting, path)
+    if not callable(function) or inspect.isclass(function):
+        raise ConfigError(f"{named}: {type(function).__name__}, not a function; it must take ({', '.join(parameters)})")
+    check_call(named, function, parameters)
+    found: Callable[..., Any] = function
+    return found
+
+
+def find(setting: str, path: str, kind: str = "function") -> Any:
+    """What is called `path`, a `kind`; raises ConfigError as `load_function` when there is nothing of that name."""
     named = f"{setting}={path}"
     module_name, _, name = path.rpartition(".")
     if not module_name or "/" in path or ":" in path or path.endswith(".py"):
-        raise ConfigError(f"{named}: write it as package.module.function")
+        raise ConfigError(f"{named}: write it as package.module.{kind}")
     module = _import(module_name, named)
-    function = getattr(module, name, None)
-    if function is None:
+    try:
+        found = getattr(module, name, None)
+    except ConfigError as error:  # of a module that decides when it is asked
+        raise ConfigError(f"{named}: {error}") from None
+    if found is None:
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         close = difflib.get_close_matches(name, functions, n=1) or functions[:5]
         where = getattr(module, "__file__", None) or f"the module {module_name}"
-        raise ConfigError(f"{named}: {where} has no {name!r}; it has {', '.join(close) or 'no function'}")
-    if not callable(function) or inspect.isclass(function):
-        raise ConfigError(f"{named}: {type(function).__name__}, not a function; it must take ({', '.join(parameters)})")
+        raise ConfigError(f"{named}: {where} has no {name!r}; it has {', '.join(close) or f'no {kind}'}")
+    return found
+
+
+def check_call(
+    named: str, function: Callable[..., Any], parameters: Sequence[str], options: Sequence[str] = ()
+) -> None:
+    """Raise ConfigError for a function that does not take so many parameters by position, and `options` by name."""
     try:
-        inspect.signature(function).bind(*parameters)
+        inspect.signature(function).bind(*parameters, **dict.fromkeys(options))
     except ValueError:  # a builtin without a signature: calling it will tell
         pass
     except TypeError as error:
-        raise ConfigError(
-            f"{named}: {name}{inspect.signature(function)} cannot be called with ({', '.join(parameters)}): {error}"
-        ) from None
-    found: Callable[..., Any] = function
-    return found
+        given = ", ".join([*parameters, *(f"{option}=..." for option in options)])
+        taken = f"{getattr(function, '__name__', 'it')}{inspect.signature(function)}"
+        raise ConfigError(f"{named}: {taken} cannot be called with ({given}): {error}") from None
 
 
 async def call_function(function: Callable[..., Any], where: str, *arguments: Any, **options: Any) -> Any:
@@ -106,7 +122,7 @@ def _import(name: str, named: str) -> Any:
             ) from None
         hint = ""
         if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "miles":
-            hint = "; GenerateState, Sample and post are here in miles_plugin.rollout.custom"
+            hint = "; GenerateState, Sample, DataBuffer and others are here in miles_plugin.rollout.custom"
         raise ConfigError(f"{named}: importing {name} failed: {_summary(error)}{_user_place(error)}{hint}") from error
 
 

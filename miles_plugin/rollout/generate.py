@@ -43,7 +43,8 @@ class Sampler:
         self._tokenizer = load_tokenizer(checkpoint)
         self._context = context_length(checkpoint)
         self._routing = read_routing(checkpoint) if config.return_routed_experts else None
-        self._settings = arguments(config, checkpoint)
+        # What custom functions get as `args`, but for the engine's address.
+        self.settings = arguments(config, checkpoint)
         self._reward = load_reward(config, source)
         path = config.custom_generate_function_path
         self._custom = None if path is None else CustomGenerate(path)
@@ -206,7 +207,7 @@ class Sampler:
         """Generate with the custom function, if there is one, or if asked to, and score."""
         engines = self._fleet.serving()
         engine = engines[sample.group_index % len(engines)]  # a group shares its prompt's cache
-        args = for_engine(self._settings, engine.url)
+        args = for_engine(self.settings, engine.url)
         call, version = Call(self._http), self._fleet.version
         current_call.set(call)
         if self._custom is not None or ask:

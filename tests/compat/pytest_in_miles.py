@@ -1,5 +1,7 @@
 """pytest in a miles checkout, with this project's backend installed (`--without-plugin`: as it is).
 
+With `--our-buffer` this project's buffer of asynchronous rollouts is miles's default one, too.
+
 miles needs packages that a machine without a GPU lacks, and parts of an SGLang that is newer than the released one.
 None of them takes part in what is tested; stand-ins let the modules be imported.
 """
@@ -39,6 +41,13 @@ def main(arguments: list[str]) -> int:
         miles_plugin.install()
     stubs.install()
     sys.meta_path.append(NewerSGLang())
+    if "--our-buffer" in arguments:
+        arguments.remove("--our-buffer")
+        from miles.rollout import fully_async_data_buffer
+
+        from miles_plugin.hooks import DataBuffer
+
+        fully_async_data_buffer.DefaultDataBuffer = DataBuffer
     return int(pytest.main(arguments))
 
 

@@ -25,7 +25,8 @@ OTHERS = {
     "--group-rm": "miles, not supported",
     "--delay-split-train-data-by-dp": "miles",
     "--custom-update-weight-post-write-path": "miles",
-    "--custom-async-data-buffer-path": "miles",
+    "--indep-dp": "miles",
+    "--dynamic-sampling-filter-path": "miles",
     **dict.fromkeys(
         (
             "--model-path",

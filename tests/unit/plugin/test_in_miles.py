@@ -206,15 +206,11 @@ def test_a_ref_in_a_process_without_the_backend_says_what_to_do() -> None:
     assert "miles_plugin.run" in said
 
 
-@pytest.mark.parametrize(
-    ("name", "flag"),
-    [("post_write", "--custom-update-weight-post-write-path"), ("DataBuffer", "--custom-async-data-buffer-path")],
-)
-def test_names_of_hooks_are_reserved(name: str, flag: str) -> None:
-    status, said = run(f"import importlib; getattr(importlib.import_module('miles_plugin.hooks'), {name!r})")
+def test_the_name_of_a_hook_that_is_not_there_is_reserved() -> None:
+    status, said = run("from miles_plugin import hooks; hooks.post_write")
     assert status == 1
     assert "ConfigError" in said
-    assert f"leave {flag} out" in said
+    assert "leave --custom-update-weight-post-write-path out" in said
 
 
 # --- the runner -------------------------------------------------------------------------------------------------------

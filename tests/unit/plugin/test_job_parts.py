@@ -63,6 +63,16 @@ def test_gpus_are_dealt_to_trainers_then_engines(monkeypatch: pytest.MonkeyPatch
             r"async_max_concurrent_samples=7 is less than a group of n_samples_per_prompt=8",
         ),
         (["--fully-async", "--async-data-buffer-capacity-factor", "0.01"], 0, r"a buffer of 0\.01 times .* no place"),
+        (
+            ["--custom-async-data-buffer-path", "json.X"],
+            0,
+            r"custom_async_data_buffer_path=json\.X without fully_async",
+        ),
+        (
+            ["--fully-async", "--custom-async-data-buffer-path", "json.X"],
+            0,
+            r"custom_async_data_buffer_path=json\.X: .*",
+        ),
         ([*MOONCAKE, "--mooncake-store-init-kwargs", '{"protocol": "udp"}'], 0, "protocol"),
     ],
 )
