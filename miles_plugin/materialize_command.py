@@ -115,7 +115,7 @@ class _Host:
         self._loaded: dict[str, tuple[int, Path]] = {}  # by engine
 
     def bring(self, version: int | None) -> None:
-        made = self._materializer.bring_to(version)
+        made = self._materializer.bring_to(version, forward=True)
         self._materializer.report(self._arguments.reader, self._arguments.engines)
         if self._arguments.load:
             self._load(made.version, made.path)
@@ -217,7 +217,6 @@ def _load(address: str, version: int, path: Path) -> None:
         engine.pause("retract")
         engine.flush_cache()
         engine.load_checkpoint(str(path), LOAD_SECONDS, version)
-        engine.stamp(version)
         engine.resume()
     finally:
         engine.close()

@@ -154,8 +154,7 @@ class DeltaPublisher:
         write_checkpoint(directory, tensors, self.files)
         weight_map = json.loads((directory / INDEX).read_text())["weight_map"]
         metadata = {"total_size": 0, "version": f"{version:06d}", "checksum_format": self.kind}
-        checksums = {name: checksum(tensor.data, self.kind) for name, tensor in tensors.items()}
-        self._finish(version, tensors, {"metadata": metadata, "weight_map": weight_map, "checksums": checksums})
+        self._finish(version, tensors, {"metadata": metadata, "weight_map": weight_map})
 
     def latest(self, version: int) -> None:
         """Let `latest` say so."""
@@ -168,6 +167,7 @@ class DeltaPublisher:
 
     def _finish(self, version: int, tensors: Tensors, index: dict[str, object]) -> None:
         index["layout"] = {name: [tensor.dtype, tensor.shape] for name, tensor in tensors.items()}
+        index["checksums"] = {name: checksum(tensor.data, self.kind) for name, tensor in tensors.items()}
         (self.directory(version) / INDEX).write_text(json.dumps(index))
         self.versions[version] = dict(tensors)
         self.latest(version)

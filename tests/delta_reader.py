@@ -1,6 +1,6 @@
 """A reader of published weights, written from the description of the format alone: it shares no line with the package.
 
-SOURCE/weight_v000012/model.safetensors.index.json: metadata, weight_map, layout; of a full version also checksums
+SOURCE/weight_v000012/model.safetensors.index.json: metadata, weight_map, and of all tensors layout and checksums
 a version without base_version is an ordinary checkpoint; the others hold payloads against their base, U8 [n]
 version 0 is the reader's own checkpoint, unless there is a weight_v000000
 """
@@ -15,6 +15,13 @@ from typing import Any, NamedTuple
 import xxhash
 import zstandard
 
+BLOCK = 256 << 10  # bytes of a tensor; a segment of a sparse payload begins with one
+WIDTHS = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
+    **dict.fromkeys(("I32", "U32", "F32"), 4),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 8),
+}
 Read = Callable[[str], bytes]  # the contents of an object, by its name; FileNotFoundError
 
 
@@ -85,6 +92,8 @@ def rebuild(read: Read, base: Path, version: int) -> Model:
         model = rebuild(read, base, int(metadata["base_version"]))
         _apply(read, folder, index, model)
     assert index["layout"] == {name: [held.dtype, list(held.shape)] for name, held in model.items()}
+    kind = metadata["checksum_format"]
+    assert index["checksums"] == {name: checksum(kind, held.contents) for name, held in model.items()}
     return model
 
 
@@ -95,9 +104,6 @@ def _read_full(read: Read, folder: str, index: Mapping[str, Any]) -> Model:
         tensors, _ = read_file(read(f"{folder}/{file}"))
         assert tensors.keys() == {name for name, where in index["weight_map"].items() if where == file}
         model |= tensors
-    assert index["checksums"].keys() == model.keys()
-    for name, held in model.items():
-        assert checksum(index["metadata"]["checksum_format"], held.contents) == index["checksums"][name], name
     assert index["metadata"]["total_size"] == sum(len(held.contents) for held in model.values())
     read(f"{folder}/config.json")
     return model
@@ -112,20 +118,20 @@ def _apply(read: Read, folder: str, index: Mapping[str, Any], model: Model) -> N
             assert payload.dtype == "U8"
             assert len(payload.shape) == 1
             old = model[name]
-            new = _patched(metadata["delta_encoding"], old.contents, payload.contents)
+            new = patched(metadata["delta_encoding"], old.contents, payload.contents, WIDTHS[old.dtype])
             assert checksum(metadata["checksum_format"], new) == checksums[name], name
             model[name] = Held(old.dtype, old.shape, new)
 
 
-def _patched(encoding: str, old: bytes, payload: bytes) -> bytes:
-    frame = zstandard.ZstdDecompressor().decompressobj()
-    plain = frame.decompress(payload)
-    assert frame.eof
-    assert not frame.unused_data
-    assert zstandard.get_frame_parameters(payload).content_size == len(plain)
+def patched(encoding: str, old: bytes, payload: bytes, width: int) -> bytes:
+    """What a payload makes of a tensor. width: bytes of an element."""
+    if encoding == "sparse":
+        return _patched_sparsely(old, payload, width)
+    plain, rest = _frame(payload)
+    assert not rest
     if encoding == "xor":
         assert len(plain) == len(old)
-        return bytes(a ^ b for a, b in zip(plain, old, strict=True))
+        return _number(int.from_bytes(plain, "little") ^ int.from_bytes(old, "little"), len(old))
     assert encoding == "overwrite"
     (count,) = struct.unpack("<I", plain[:4])
     assert len(plain) == 4 + 5 * count
@@ -133,3 +139,58 @@ def _patched(encoding: str, old: bytes, payload: bytes) -> bytes:
     for at, value in zip(struct.unpack(f"<{count}I", plain[4 : 4 + 4 * count]), plain[4 + 4 * count :], strict=True):
         new[at] = value
     return bytes(new)
+
+
+def _patched_sparsely(old: bytes, payload: bytes, width: int) -> bytes:
+    new, rest = bytearray(old), payload[:-8]
+    assert payload[-8:] == _number(xxhash.xxh3_64_intdigest(rest), 8)
+    assert struct.unpack("<BBQ", rest[:10]) == (1, width, len(old))
+    rest = rest[10:]
+
+    def add(at: int, coded: int) -> None:
+        """The differences 0, -1, 1, -2, 2 ... are coded as 0, 1, 2, 3, 4 ..."""
+        place = slice(at * width, (at + 1) * width)
+        difference = -(coded + 1) // 2 if coded % 2 else coded // 2
+        new[place] = _number((int.from_bytes(new[place], "little") + difference) % (1 << 8 * width), width)
+
+    while rest:
+        (flags, at, count), rest = struct.unpack("<BQI", rest[:13]), rest[13:]
+        assert at % (BLOCK // width) == 0
+        if flags & 4:
+            planes, rest = _frame(rest)
+            for value in range(count):
+                add(at + value, sum(planes[byte * count + value] << 8 * byte for byte in range(width)))
+            continue
+        gaps, rest = _frame(rest)
+        lows, rest = _frame(rest) if flags & 1 else (b"", rest)
+        nibbles, rest = _frame(rest)
+        kept, rest = _frame(rest) if flags & 2 else (b"", rest)
+        symbols = iter(gaps)
+        for change in range(count):
+            gap = symbol = next(symbols)
+            while symbol == 255:
+                symbol = next(symbols)
+                gap += symbol
+            at += gap << 8 | lows[change] if flags & 1 else gap
+            nibble = nibbles[change // 2] >> (4 if change % 2 else 0) & 15
+            if nibble == 15:
+                new[at * width : (at + 1) * width], kept = kept[:width], kept[width:]
+            else:
+                add(at, nibble + 1)
+            at += 1
+        assert not kept
+        assert next(symbols, None) is None
+    return bytes(new)
+
+
+def _frame(data: bytes) -> tuple[bytes, bytes]:
+    """The content of the frame that comes first, which states its size, and what follows."""
+    stream = zstandard.ZstdDecompressor().decompressobj()
+    content = stream.decompress(data)
+    assert stream.eof
+    assert zstandard.frame_content_size(data) == len(content)
+    return content, stream.unused_data
+
+
+def _number(value: int, nbytes: int) -> bytes:
+    return value.to_bytes(nbytes, "little")

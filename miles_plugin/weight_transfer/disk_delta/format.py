@@ -7,15 +7,16 @@
 
 A full version is an ordinary Hugging Face checkpoint. A delta holds what became of its base: of each tensor that
 changed a payload, a 1-D U8 tensor under its name; the file's `__metadata__` maps its name to the checksum of the whole
-new tensor. Version 0 is the checkpoint that readers start from, unless there is a weight_v000000: that is full then,
-and a reader has it only when it has read it.
+new tensor. The index of either has the checksums of all tensors, so that a reader also knows those that never changed
+to be the trainer's. Version 0 is the checkpoint that readers start from, unless there is a weight_v000000: that is full
+then, and a reader has it only when it has read it.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -52,8 +53,7 @@ class Index:
         base: the version that a delta changes; None for a full version. encoding: of its payloads; None likewise.
         checksum: which one, of `codec.CHECKSUMS`.
         files: name of a tensor -> file that holds it; of a delta only those that changed.
-        layout: of all tensors of the model, also of a delta.
-        checksums: in hex, of all tensors of a full version; empty for a delta, whose files have them.
+        layout, checksums: of all tensors of the model, also of a delta; checksums in hex, of what they are then.
     """
 
     version: int
@@ -62,7 +62,7 @@ class Index:
     checksum: str
     files: Mapping[str, str]
     layout: Mapping[str, Layout]
-    checksums: Mapping[str, str] = field(default_factory=dict)
+    checksums: Mapping[str, str]
 
 
 class _Metadata(msgspec.Struct, omit_defaults=True):
@@ -192,6 +192,12 @@ def _check(index: Index, source: str) -> None:
             raise _wrong(source, f"weight_map of {name}", file, "a .safetensors file beside the index")
         if name not in index.layout:
             raise IntegrityError(f"{source}: weight_map names {name}, layout does not; the index is not whole")
+    if odd := index.checksums.keys() ^ index.layout.keys():
+        raise IntegrityError(f"{source}: {min(odd)} is in only one of layout and checksums; the index is not whole")
+    for name, checksum in index.checksums.items():
+        if not re.fullmatch(f"[0-9a-f]{{{_HEX[index.checksum]}}}", checksum):
+            allowed = f"{_HEX[index.checksum]} hex digits, for {index.checksum}"
+            raise _wrong(source, f"checksum of {name}", checksum, allowed)
     if index.base is None:
         _check_full(index, source)
     else:
@@ -201,11 +207,8 @@ def _check(index: Index, source: str) -> None:
 def _check_full(index: Index, source: str) -> None:
     if index.encoding is not None:
         raise _wrong(source, "delta_encoding", index.encoding, "none without a base_version")
-    if not index.files.keys() == index.layout.keys() == index.checksums.keys():
-        odd = min((index.files.keys() ^ index.layout.keys()) | (index.checksums.keys() ^ index.layout.keys()))
-        raise IntegrityError(f"{source}: a full version without the file, layout or checksum of {odd}")
-    for name, checksum in index.checksums.items():
-        check_checksum(name, checksum, index.checksum, source)
+    if missing := index.layout.keys() - index.files.keys():
+        raise IntegrityError(f"{source}: a full version without the file of {min(missing)}")
 
 
 def _check_delta(index: Index, base: int, source: str) -> None:
@@ -213,14 +216,6 @@ def _check_delta(index: Index, base: int, source: str) -> None:
         raise _wrong(source, "delta_encoding", index.encoding, ", ".join(ENCODINGS))
     if base >= index.version:
         raise _wrong(source, "base_version", version_text(base), f"less than version {version_text(index.version)}")
-    if index.checksums:
-        raise IntegrityError(f"{source}: checksums in the index of a delta; those are in its files")
-
-
-def check_checksum(name: str, checksum: str, kind: str, source: str) -> None:
-    """Raise IntegrityError unless `checksum` is the hex text of a checksum of this kind."""
-    if not re.fullmatch(f"[0-9a-f]{{{_HEX[kind]}}}", checksum):
-        raise _wrong(source, f"checksum of {name}", checksum, f"{_HEX[kind]} hex digits, for {kind}")
 
 
 def _wrong(source: str, field_name: str, value: Any, allowed: str) -> IntegrityError:

@@ -95,13 +95,25 @@ class EngineHosts:
             return dict.fromkeys(waiting, str(error))
         for reader, report in reports.items():
             for url in waiting.intersection(_urls(report)):
-                if (None if report.is_base else report.version) == version:
+                if problem := self._problem(report, version):
+                    problems[url] = f"reader {reader} {problem}"
+                else:
                     waiting.discard(url)
                     brought.paths[url] = report.path
-                else:
-                    has = "what it started from" if report.is_base else f"version {report.version}"
-                    problems[url] = f"reader {reader} has {has}; {report.problem or 'it is slow'}"
         return problems
+
+    def _problem(self, report: ReaderReport, version: int | None) -> str:
+        """Why a reader's engines cannot load a version; "" when they can."""
+        if (None if report.is_base else report.version) != version:
+            has = "what it started from" if report.is_base else f"version {report.version}"
+            return f"has {has}; {report.problem or 'it is slow'}"
+        # Every published version has its checksums; what a reader starts from has none.
+        if version is None and report.fingerprint not in ("", here := self._materializer.fingerprint()):
+            return (
+                f"started from a checkpoint with the fingerprint {report.fingerprint}, the job's has {here}; give it "
+                "the job's (--base)"
+            )
+        return ""
 
 
 def _urls(report: ReaderReport) -> list[str]:

@@ -16,7 +16,6 @@ from miles_plugin.weight_transfer.disk_delta.format import (
     LATEST,
     Index,
     Layout,
-    check_checksum,
     parse_version_text,
     read_index,
     version_name,
@@ -107,23 +106,18 @@ class Step:
     def is_full(self) -> bool:
         return self.index.base is None
 
-    def checksum(self, name: str) -> Checksum:
-        """Of a tensor that this version holds, whole. Raises IntegrityError when that cannot be read."""
-        if self.is_full:
-            return Checksum(self.index.checksum, self.index.checksums[name])
-        file = self._file(name)
-        return Checksum(self.index.checksum, file.header.metadata[name])
+    def checksum(self, name: str) -> Checksum | None:
+        """Of a tensor in this version; None for one that the trainer does not know of."""
+        text = self.index.checksums.get(name)
+        return None if text is None else Checksum(self.index.checksum, text)
 
     def payload(self, name: str) -> tuple[str, memoryview]:
         """Encoding and payload of a tensor that this delta changes. Raises IntegrityError when it cannot be read."""
         assert self.index.encoding is not None
-        return self.index.encoding, self._file(name).part(name)
-
-    def _file(self, name: str) -> File:
         file = self.files[self.index.files[name]]
         if isinstance(file, IntegrityError):
             raise file
-        return file
+        return self.index.encoding, file.part(name)
 
 
 @dataclass(frozen=True)
@@ -146,9 +140,14 @@ class Plan:
         assert self.start is not None
         return self.start
 
-    def touching(self, name: str) -> list[Step]:
-        """Those that say something of a tensor, the oldest first."""
-        return [step for step in self.steps if name in step.index.files]
+    def payloads(self, name: str) -> list[tuple[str, memoryview]]:
+        """Encoding and payload of each delta that changes a tensor, the oldest first. Raises IntegrityError when one
+        cannot be read."""
+        return [step.payload(name) for step in self.steps if not step.is_full and name in step.index.files]
+
+    def checksum(self, name: str) -> Checksum | None:
+        """Of a tensor where the steps lead; None when none of them says so."""
+        return self.steps[-1].checksum(name) if self.steps else None
 
 
 class Chain:
@@ -299,7 +298,8 @@ def no_way(chain: Chain, at: int, reasons: Iterable[str] = ()) -> IntegrityError
     told = "".join(f"; {reason}" for reason in reasons)
     return IntegrityError(
         f"version {chain.target} of the weights cannot be made from {here} that is here{told}; {chain.why_not()}, and "
-        "there is no full version to start from: let the trainer publish a full one (an anchor), and ask for that"
+        "there is no full version to start from: let the trainer publish a full one (an anchor), and ask for that, or "
+        "give readers the checkpoint that it started from"
     )
 
 
@@ -332,12 +332,16 @@ def read_file(source: Source, index: Index, file: str) -> File:
 
 
 def read_delta_file(source: Source, index: Index, file: str) -> File:
-    """A file of payloads, each with its checksum. Raises IntegrityError, PublicationUnavailable."""
+    """A file of payloads, each for what the index says. Raises IntegrityError, PublicationUnavailable."""
     found = read_file(source, index, file)
     for tensor, place in found.header.tensors.items():
         if place.layout != ("U8", (place.end - place.start,)):
             raise IntegrityError(
                 f"{found.name}: payload of {tensor} is {place.layout[0]} {list(place.layout[1])}; allowed: U8, 1-D"
             )
-        check_checksum(tensor, found.header.metadata.get(tensor, ""), index.checksum, found.name)
+        if (said := found.header.metadata.get(tensor)) != index.checksums[tensor]:
+            raise IntegrityError(
+                f"{found.name}: checksum of {tensor} is {said!r}, by its index {index.checksums[tensor]!r}; publish "
+                "the version anew"
+            )
     return found

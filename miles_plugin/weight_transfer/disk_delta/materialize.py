@@ -16,25 +16,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from miles_plugin.weight_transfer.disk_delta import codec
-from miles_plugin.weight_transfer.disk_delta.lineage import (
-    Chain,
-    Plan,
-    Source,
-    no_way,
-    read_delta_file,
-)
+from miles_plugin.weight_transfer.disk_delta.format import Index
+from miles_plugin.weight_transfer.disk_delta.lineage import Chain, Plan, Source, no_way
 from miles_plugin.weight_transfer.disk_delta.local_checkpoint import Checkpoint
 from miles_plugin.weight_transfer.disk_delta.patching import Full, InPlace, Local, Origin, Patcher, hash_all
 from miles_plugin.weight_transfer.disk_delta.readers import ReaderReport, check_reader_id, write_report
 from miles_plugin.weight_transfer.disk_delta.slots import BASE, NAMES, Checksum, Record, Slot, Slots, locked, reported
 from miles_plugin.weight_transfer.disk_delta.storage import Storage
-from mooncake_store.errors import ConfigError, IntegrityError
+from mooncake_store.errors import ConfigError, IntegrityError, StoreUnavailable
 
 # Two updates of a large model, or its first copy from a slow disk.
 WAIT_SECONDS = 600.0
 # Deltas that are in memory at once, of a reader that is far behind; the decoder takes no more in one pass either.
 FOLD = codec.FOLD
 _NAMED = 3  # tensors in a message
+
+
+class WentBack(StoreUnavailable):
+    """What is published now is older than what engines see: who took it would serve an older policy than before."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +94,16 @@ class Materializer:
         self._opened: tuple[Checkpoint, Slots] | None = None
         self._confirmed: set[tuple[str, int]] = set()
 
-    def bring_to(self, version: int | None = None) -> Materialized:
+    def bring_to(self, version: int | None = None, forward: bool = False) -> Materialized:
         """Make engines see this version; None: the newest, or the base checkpoint, as version 0, if there is none yet.
+
+        Args:
+            forward: refuse a newest version that is older than what engines see.
 
         Raises:
             ObjectNotFound: it is not published.
             IntegrityError: it cannot be made from what is published and what is here.
+            WentBack: `forward` forbids it.
         """
         if version is not None and version < 0:
             raise ConfigError(f"version={version}: versions are counted from 0")
@@ -108,7 +111,7 @@ class Materializer:
             base, slots = self._open()
         with reported(self.local), locked(self.local, self._wait_seconds):
             source = Source(self._storage, self._pre_read)
-            return _Update(base, slots, source, self._threads, self._confirmed).bring_to(version)
+            return _Update(base, slots, source, self._threads, self._confirmed).bring_to(version, forward)
 
     def exposed(self) -> tuple[int, Path] | None:
         """The version that engines see, and where; None before the first."""
@@ -152,7 +155,14 @@ class Materializer:
         if slot is None:
             raise ConfigError(f"reader {reader_id} has no version in {self.local} yet; call bring_to first")
         version, is_base = max(slot.record.version, 0), slot.record.version == BASE
-        write_report(self._storage, reader_id, ReaderReport(version, str(slot.path), tuple(engines), problem, is_base))
+        report = ReaderReport(version, str(slot.path), tuple(engines), problem, is_base, slot.record.base)
+        write_report(self._storage, reader_id, report)
+
+    def fingerprint(self) -> str:
+        """Of the base checkpoint; see `Checkpoint.fingerprint`."""
+        with reported(self.local):
+            _, slots = self._open()
+        return slots.fingerprint
 
     def _seen(self) -> Slot | None:
         """The slot that engines see."""
@@ -185,9 +195,9 @@ class _Update:
             self._complete = None
         self._slot = slots.find(self._name)
 
-    def bring_to(self, version: int | None) -> Materialized:
+    def bring_to(self, version: int | None, forward: bool) -> Materialized:
         with self._timed("find"):
-            target = (self._source.newest() or 0) if version is None else version
+            target = self._newest(forward) if version is None else version
             self._complete, self._slot = self._sound(self._complete), self._sound(self._slot)
             for slot in (self._complete, self._slot):
                 if slot is not None and slot.record.applying is None and slot.record.version == target:
@@ -196,6 +206,17 @@ class _Update:
             if self._complete and (plan := chain.plan(self._complete.record.version)) and not plan.steps:
                 return self._expose(self._complete.name, self._complete.record.version)
         return self._apply(chain)
+
+    def _newest(self, forward: bool) -> int:
+        newest, exposed = self._source.newest(), self._slots.exposed()
+        seen = BASE if exposed is None else exposed.record.version
+        if forward and seen > (BASE if newest is None else newest):
+            there = "nothing is" if newest is None else f"version {newest} is the newest that is"
+            raise WentBack(
+                f"{self._slots.local} has version {seen}, {there} published: the place is not mounted, or another run "
+                f"publishes there; see to that, ask for a version by its number, or remove {self._slots.local}"
+            )
+        return newest or 0
 
     def _apply(self, chain: Chain) -> Materialized:
         kind = chain.kind or codec.CHECKSUMS[0]
@@ -291,7 +312,8 @@ class _Update:
         with self._timed("hash"):
             kinds = {name: known.checksums[name].kind if known else kind for name in slot.layout}
             held = hash_all(slot, kinds, self._threads)
-        record = known or Record(version=BASE, applying=None, base="", checksums=dict(held))
+            wanted = known.checksums if known else hash_all(self._base, kinds, self._threads)
+        record = known or Record(version=BASE, applying=None, base="", checksums=wanted)
         return record, slot, held
 
     def _mapped(self, slot: Slot | None, writable: bool) -> Checkpoint | None:
@@ -319,28 +341,21 @@ class _Update:
         if self._mapped(slot, writable=False) is None:
             return None
         version = slot.record.version
-        published: dict[str, Checksum] = {}
         with suppress(FileNotFoundError, IntegrityError):  # deleted, or unreadable: then what is applied will tell
             if version != BASE:
                 self._source.refresh(version)
-                published = self._checksums(version)
-        for name, checksum in published.items():
-            held = slot.record.checksums.get(name)
-            if held is not None and held.kind == checksum.kind and held != checksum:
-                raise ConfigError(
-                    f"{slot.path} holds version {version} of another run: its {name} is {held.hex}, the published one "
-                    f"{checksum.hex}; remove {self._slots.local}, or name another local directory"
-                )
+                self._check_run(slot, self._source.index(version))
         self._confirmed.add((slot.name, version))
         return slot
 
-    def _checksums(self, version: int) -> dict[str, Checksum]:
-        index = self._source.index(version)
-        texts = dict(index.checksums)
-        if index.base is not None:
-            for file in sorted(set(index.files.values())):
-                texts.update(read_delta_file(self._source, index, file).header.metadata)
-        return {name: Checksum(index.checksum, text) for name, text in texts.items()}
+    def _check_run(self, slot: Slot, published: Index) -> None:
+        for name, text in published.checksums.items():
+            held = slot.record.checksums.get(name)
+            if held is not None and held.kind == published.checksum and held.hex != text:
+                raise ConfigError(
+                    f"{slot.path} holds version {published.version} of another run: its {name} is {held.hex}, the "
+                    f"published one {text}; remove {self._slots.local}, or name another local directory"
+                )
 
     def _expose(self, name: str, version: int) -> Materialized:
         with self._timed("expose"):

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from miles_plugin.weight_transfer.disk_delta.format import INDEX, parse_version_name
-from miles_plugin.weight_transfer.disk_delta.storage import Chunk, PublicationUnavailable, check_name
+from miles_plugin.weight_transfer.disk_delta.storage import PUBLISHED, Chunk, PublicationUnavailable, check_name
 from mooncake_store.errors import ConfigError, MissingDependency
 
 _CHUNK_BYTES = 8 << 20
@@ -49,10 +49,10 @@ class ObjectStorage:
     def __init__(self, store: Any, label: str) -> None:
         import obstore
 
-        self._api, self._store, self._label = obstore, store, label
+        self._api, self._store, self.label = obstore, store, label
 
     def read(self, name: str) -> memoryview:
-        with self.reported(name):
+        with self.reported(name, FileNotFoundError):
             return memoryview(self._api.get(self._store, check_name(name)).bytes())
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
@@ -76,7 +76,7 @@ class ObjectStorage:
             self._api.put(self._store, check_name(name), data, use_multipart=False)
 
     def remove(self, name: str) -> None:
-        with self.reported(name), suppress(FileNotFoundError):
+        with self.reported(name, FileNotFoundError), suppress(FileNotFoundError):
             self._api.delete(self._store, check_name(name))
 
     def draft(self, version: str) -> ObjectDraft:
@@ -109,17 +109,19 @@ class ObjectStorage:
         return nbytes
 
     @contextmanager
-    def reported(self, name: str) -> Iterator[None]:
-        """Raise PublicationUnavailable, or FileExistsError, instead of what obstore raises."""
+    def reported(self, name: str, *expected: type[OSError]) -> Iterator[None]:
+        """Raise PublicationUnavailable, or FileExistsError, instead of what obstore raises and is not `expected`."""
         from obstore.exceptions import AlreadyExistsError, BaseError
 
         try:
             yield
         except AlreadyExistsError as error:
-            raise FileExistsError(f"{self._label}: {name} is there") from error
-        except BaseError as error:
+            raise FileExistsError(f"{self.label}: {name} is there") from error
+        except expected:
+            raise
+        except (BaseError, OSError) as error:  # also what is not found where something is written: the bucket
             raise PublicationUnavailable(
-                f"{self._label}, {name}: {_first_line(error)}; see to that service and to this process's credentials"
+                f"{self.label}, {name}: {_first_line(error)}; see to that service and to this process's credentials"
             ) from error
 
 
@@ -128,18 +130,26 @@ class ObjectDraft:
 
     def __init__(self, storage: ObjectStorage, version: str) -> None:
         self._storage, self._version = storage, check_name(version)
+        self._index = f"{version}/{INDEX}"
 
     def write(self, file: str, chunks: Iterable[Chunk]) -> int:
+        if self._storage.names(self._index):  # what readers see of it would change
+            raise FileExistsError(f"{self._storage.label}: {self._version} {PUBLISHED}")
         return self._storage.put(f"{self._version}/{file}", chunks)
 
     def remove(self, file: str) -> None:
         self._storage.remove(f"{self._version}/{file}")
 
     def commit(self, index: bytes) -> None:
-        self._storage.create(f"{self._version}/{INDEX}", index)
+        try:
+            self._storage.create(self._index, index)
+        except FileExistsError as error:
+            # It is ours when the service made it, failed to say so, and was asked again.
+            if self._storage.read(self._index) != index:
+                raise FileExistsError(f"{self._storage.label}: {self._version} {PUBLISHED}") from error
 
     def abandon(self) -> None:
-        if not self._storage.names(f"{self._version}/{INDEX}"):
+        if not self._storage.names(self._index):
             self._storage.drop(self._version)
 
 

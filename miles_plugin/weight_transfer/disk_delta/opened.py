@@ -20,7 +20,7 @@ from miles_plugin.weight_transfer.disk_delta.materialize import Materializer
 from miles_plugin.weight_transfer.disk_delta.prune import newest_version
 from miles_plugin.weight_transfer.disk_delta.publish import Publisher
 from miles_plugin.weight_transfer.disk_delta.split import DTYPES
-from miles_plugin.weight_transfer.disk_delta.storage import open_storage
+from miles_plugin.weight_transfer.disk_delta.storage import check_publishable, open_storage
 from mooncake_store.errors import ConfigError
 
 WROTE, READS = ("args", "version_dir", "engines"), ("args", "version_dir")
@@ -115,7 +115,10 @@ def _check_place(config: TrainConfig, place: str, resume: Resume | None) -> None
         check_writable("update_weight_disk_dir", Path(place))
         if not Path(place).is_dir():
             return
-    newest = newest_version(open_storage(place))
+    storage = open_storage(place)
+    if "://" in place:
+        check_publishable(storage)
+    newest = newest_version(storage)
     used = max(
         -1 if resume is None else resume.newest_version(),
         -1 if config.save is None else numbers_used(config.save / VERSIONS),

@@ -82,7 +82,7 @@ class Full:
             yield held, self._read(file) if file else self._base.tensor
 
     def checksum(self, name: str) -> Checksum | None:
-        return self._step.checksum(name) if name in self._step.index.files else None
+        return self._step.checksum(name)
 
     def _read(self, file: str) -> Bytesource | IntegrityError:
         try:
@@ -135,11 +135,7 @@ class Patcher:
         failed: dict[str, str] = {}
         left: list[str] = []
         for name in names:
-            try:
-                wanted = self._wanted(plan, origin, name)
-            except IntegrityError as error:
-                failed[name] = str(error)
-                continue
+            wanted = self._wanted(plan, origin, name)
             if wanted is None or self.held.get(name) != wanted:
                 left.append(name)
         for group, bytes_of in origin.groups(left):
@@ -167,12 +163,11 @@ class Patcher:
             list(pool.map(self._slot.flush, files))
 
     def _wanted(self, plan: Plan, origin: Origin, name: str) -> Checksum | None:
-        steps = plan.touching(name)
-        return steps[-1].checksum(name) if steps else origin.checksum(name)
+        return plan.checksum(name) or origin.checksum(name)
 
     def _job(self, plan: Plan, origin: Origin, name: str, bytes_of: Bytesource) -> _Job | None:
         before = origin.checksum(name)
-        payloads = [step.payload(name) for step in plan.touching(name) if not step.is_full]
+        payloads = plan.payloads(name)
         known = before is not None and self.held.get(name) == before
         data = None if known else bytes_of(name)
         if data is None and not known:

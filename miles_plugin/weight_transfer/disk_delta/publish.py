@@ -65,8 +65,8 @@ class Share:
     Attributes:
         base: the version that a delta is against; 0 for SAME; else None.
         digest: of all tensors and their ranks, the same on all ranks.
-        files, checksums: of the tensors in this rank's files, by name.
-        nbytes: of those files.
+        files: that this rank wrote, by the tensors in them. nbytes: of those files.
+        checksums: of all its tensors, by name; none where it wrote nothing.
     """
 
     version: int
@@ -185,7 +185,7 @@ class Publisher:
             return False
         if states == {State.SAME}:
             return self._newest is not None  # of an earlier run, whose readers have other weights
-        return not states <= {State.SAME, State.DELTA} or any(share.base != self._published for share in shares)
+        return states != {State.DELTA} or any(share.base != self._published for share in shares)
 
     def full(self, version: int) -> Share:
         """Write all of this rank's share of the version that `encode` was given last, instead of what changed."""
@@ -229,7 +229,7 @@ class Publisher:
             self._checksum,
             files,
             layout,
-            _merged(share.checksums for share in shares) if is_full else {},
+            _merged(share.checksums for share in shares),
         )
         draft = self._draft(version)
         nbytes = sum(share.nbytes for share in shares) + (self._complete_full(draft, files) if is_full else 0)
@@ -256,14 +256,14 @@ class Publisher:
         self._snapshot.close()
 
     def _write_delta(self, version: int, base: int, changes: Changes) -> Share:
-        payloads, file = changes.payloads, _file(self._rank + 1, self._size)
-        if not payloads:
-            return Share(version, State.DELTA, base, self._snapshot.digest)
-        layout = [(name, ("U8", (len(payload),))) for name, payload in payloads.items()]
-        header = pack_header(layout, changes.checksums)
-        nbytes = self._draft(version).write(file, (header, *payloads.values()))
+        payloads, checksums, nbytes = changes.payloads, changes.checksums, 0
+        file = _file(self._rank + 1, self._size)
+        if payloads:
+            layout = [(name, ("U8", (len(payload),))) for name, payload in payloads.items()]
+            header = pack_header(layout, {name: checksums[name] for name in payloads})
+            nbytes = self._draft(version).write(file, (header, *payloads.values()))
         files = dict.fromkeys(payloads, file)
-        return Share(version, State.DELTA, base, self._snapshot.digest, files, changes.checksums, nbytes)
+        return Share(version, State.DELTA, base, self._snapshot.digest, files, checksums, nbytes)
 
     def _full_file(self, names: Sequence[str]) -> Iterator[Chunk]:
         layout = self._snapshot.split.layout

@@ -1,11 +1,11 @@
 """What each host that reads versions says of itself: `readers/<id>.json` where they are published.
 
     {"version": "000012", "path": "/local/slot-a", "engines": ["10.0.0.3:30000"], "problem": "", "base": false,
-     "at": "..."}
+     "fingerprint": "...", "at": "..."}
 
 The publisher keeps what the slowest still needs, and learns when an engine on another host can load a version. `base`
-says that a reader at version 0 has what readers start from, which is not a version 0 that was published later. `at` is
-for people: clocks of hosts differ.
+says that a reader at version 0 has what readers start from, which is not a version 0 that was published later;
+`fingerprint` tells that checkpoint from others. `at` is for people: clocks of hosts differ.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ _READER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 @dataclass(frozen=True)
 class ReaderReport:
     """One reader. path: where engines find `version`. engines: host:port of each. problem: why it is not further.
-    is_base: it has what readers start from, and nothing that was published."""
+    is_base: it has what readers start from, and nothing that was published. fingerprint: of that checkpoint; "" when it
+    does not say."""
 
     version: int
     path: str
     engines: tuple[str, ...] = ()
     problem: str = ""
     is_base: bool = False
+    fingerprint: str = ""
 
 
 class _Written(msgspec.Struct):
@@ -42,6 +44,7 @@ class _Written(msgspec.Struct):
     engines: tuple[str, ...] = ()
     problem: str = ""
     base: bool = False
+    fingerprint: str = ""
     at: Any = ""
 
 
@@ -56,7 +59,7 @@ def write_report(storage: Storage, reader_id: str, report: ReaderReport) -> None
     check_reader_id(reader_id)
     at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     version = version_text(report.version)
-    written = _Written(version, report.path, report.engines, report.problem, report.is_base, at)
+    written = _Written(version, report.path, report.engines, report.problem, report.is_base, report.fingerprint, at)
     storage.replace(f"{READERS}/{reader_id}.json", msgspec.json.encode(written))
 
 
@@ -71,5 +74,7 @@ def read_reports(storage: Storage) -> dict[str, ReaderReport]:
         version = parse_version_text(written.version)
         if version is not None:
             reader = name.removeprefix(f"{READERS}/").removesuffix(".json")
-            reports[reader] = ReaderReport(version, written.path, written.engines, written.problem, written.base)
+            reports[reader] = ReaderReport(
+                version, written.path, written.engines, written.problem, written.base, written.fingerprint
+            )
     return reports

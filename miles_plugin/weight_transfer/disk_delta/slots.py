@@ -100,8 +100,8 @@ class Slots:
     """
 
     def __init__(self, local: Path, base: Checkpoint, fingerprint: str) -> None:
-        self.local = local
-        self._base, self._fingerprint = base, fingerprint
+        self.local, self.fingerprint = local, fingerprint
+        self._base = base
 
     def find(self, name: str) -> Slot | None:
         """What the slot holds; None if it is not there, or no checkpoint of the base's shape.
@@ -117,10 +117,10 @@ class Slots:
         remedy = f"remove {self.local}, or name another local directory"
         if record.format != FORMAT:
             raise ConfigError(f"{path}: format {record.format}, this package reads format {FORMAT}; {remedy}")
-        if record.base != self._fingerprint:
+        if record.base != self.fingerprint:
             raise ConfigError(
                 f"{path} was made from a checkpoint with the fingerprint {record.base}, {self._base.path} has "
-                f"{self._fingerprint}: it belongs to another run; {remedy}"
+                f"{self.fingerprint}: it belongs to another run; {remedy}"
             )
         if record.checksums.keys() != self._base.layout.keys() or not path.is_dir():
             return None
@@ -203,7 +203,7 @@ class Slots:
         durable.sync_directory(self.local)
 
     def _write(self, name: str, version: int, applying: int | None, checksums: Mapping[str, Checksum]) -> None:
-        record = Record(version=version, applying=applying, base=self._fingerprint, checksums=dict(checksums))
+        record = Record(version=version, applying=applying, base=self.fingerprint, checksums=dict(checksums))
         self._replace(self._record_path(name), msgspec.json.encode(record).decode() + "\n")
         durable.sync_directory(self.local)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -20,12 +20,12 @@ from miles_plugin.weight_transfer.sources import NamedTensor
 from mooncake_store.arrays import Bytes
 
 
-@dataclass
+@dataclass(frozen=True)
 class Changes:
-    """payloads: of tensors that changed, by name. checksums: of those."""
+    """payloads: of tensors that changed, by name. checksums: of all tensors of this rank."""
 
-    payloads: dict[str, bytes] = field(default_factory=dict)
-    checksums: dict[str, str] = field(default_factory=dict)
+    payloads: Mapping[str, bytes]
+    checksums: Mapping[str, str]
 
 
 class Snapshot:
@@ -50,6 +50,7 @@ class Snapshot:
         self._split: Split | None = None
         self._digest = ""
         self._unsent: frozenset[str] = frozenset()
+        self._unsent_checksums: Mapping[str, str] | None = None  # they never change
         self._bytes: dict[str, Bytes] = {}
         self._workers = Workers(threads, most_bytes)
         self._encoders: SimpleQueue[Encoder] = SimpleQueue()
@@ -99,7 +100,8 @@ class Snapshot:
 
     def changes(self, tensors: Iterable[NamedTensor]) -> Changes:
         """What changed of this rank's tensors, which are brought to what they are now."""
-        found, done = Changes(), Changes()
+        payloads: dict[str, bytes] = {}
+        checksums: dict[str, str] = {}
 
         def encode(name: str, layout: Layout, contents: Bytes) -> None:
             encoder = self._encoders.get()
@@ -107,14 +109,17 @@ class Snapshot:
                 payload, checksum = encoder.encode(self._bytes[name], contents, WIDTHS[layout[0]])
             finally:
                 self._encoders.put(encoder)
+            checksums[name] = checksum
             if payload is not None:
-                found.payloads[name], found.checksums[name] = payload, checksum
+                payloads[name] = payload
 
         self._each(tensors, Split(self._size), encode)
-        for name in self.split.layout:  # in one order, however the threads were scheduled
-            if name in found.payloads:
-                done.payloads[name], done.checksums[name] = found.payloads[name], found.checksums[name]
-        return done
+        checksums |= self._checksums_of_unsent()
+        order = self.split.layout  # however the threads were scheduled
+        return Changes(
+            {name: payloads[name] for name in order if name in payloads},
+            {name: checksums[name] for name in order if name in checksums},
+        )
 
     def contents(self, name: str) -> Bytes:
         """The bytes of one of this rank's tensors."""
@@ -139,6 +144,12 @@ class Snapshot:
     def close(self) -> None:
         """End the threads; idempotent."""
         self._workers.close()
+
+    def _checksums_of_unsent(self) -> Mapping[str, str]:
+        if self._unsent_checksums is None:
+            owners = self.split.owners
+            self._unsent_checksums = self.checksums(name for name in self._unsent if owners[name] == self._rank)
+        return self._unsent_checksums
 
     def _unreadable_base(self) -> Exception | None:
         try:

@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Protocol
 
 from miles_plugin import durable
-from miles_plugin.weight_transfer.disk_delta.format import INDEX, parse_version_name
+from miles_plugin.weight_transfer.disk_delta.format import INDEX, READERS, parse_version_name
 from mooncake_store.errors import ConfigError, StoreUnavailable
 
 Chunk = bytes | memoryview
 _PARTIAL = ".partial"
+# Of a version, when it is to be made once more.
+PUBLISHED = "was published before, by another trainer: end one of them, or let each publish in a place of its own"
 
 
 class PublicationUnavailable(StoreUnavailable):
@@ -31,7 +33,8 @@ class Draft(Protocol):
     """One version in the making. Every trainer rank opens one and writes files of its own; rank 0 ends it."""
 
     def write(self, file: str, chunks: Iterable[Chunk]) -> int:
-        """Write a file, durably; one of that name is replaced. Returns its bytes."""
+        """Write a file, durably; one of that name is replaced. Returns its bytes. May raise FileExistsError when there
+        is such a version."""
 
     def remove(self, file: str) -> None:
         """Take back a file; idempotent."""
@@ -73,7 +76,7 @@ class Storage(Protocol):
         process publishes there."""
 
     def drop(self, version: str) -> None:
-        """Remove a version, its index first: from then on it does not exist. Idempotent."""
+        """Remove a version: all of it at once, or its index first, without which it does not exist. Idempotent."""
 
 
 def open_storage(place: str | Path, make: bool = True) -> Storage:
@@ -82,6 +85,7 @@ def open_storage(place: str | Path, make: bool = True) -> Storage:
     Raises:
         ConfigError: the directory is not there or cannot be made, the URL is of no known kind, or obstore is not
             installed.
+        PublicationUnavailable: not `make`, and the object store does not answer, or has no such bucket.
     """
     kind, _, rest = str(place).partition("://")
     if not rest and kind != "memory" and "://" not in str(place):
@@ -90,7 +94,31 @@ def open_storage(place: str | Path, make: bool = True) -> Storage:
         return DirectoryStorage(Path(rest), make)
     from miles_plugin.weight_transfer.disk_delta.object_storage import open_object_storage
 
-    return open_object_storage(str(place))
+    storage = open_object_storage(str(place))
+    if not make:  # in a bucket that is not there `latest` is not there either, as before the first version
+        storage.names(f"{READERS}/")
+    return storage
+
+
+def check_publishable(storage: Storage) -> None:
+    """Make an object twice and remove it.
+
+    Raises:
+        ConfigError: the second took the first one's place: so would two trainers' versions.
+        PublicationUnavailable: nothing can be written there.
+    """
+    name = f"probe-{uuid.uuid4().hex}"
+    storage.create(name, b"")
+    try:
+        storage.create(name, b"")
+    except FileExistsError:
+        return
+    finally:
+        storage.remove(name)
+    raise ConfigError(
+        "conditional writes: the object store replaces what is there although it was asked not to (If-None-Match), so "
+        "that two trainers' versions would mix; publish in a directory, or in a store that has them"
+    )
 
 
 def check_name(name: str) -> str:
@@ -163,9 +191,14 @@ class DirectoryStorage:
                     _remove_tree(path)
 
     def drop(self, version: str) -> None:
-        self.remove(f"{version}/{INDEX}")
+        gone = self.root / f".{check_name(version)}.gone{_PARTIAL}"
         with self.reported(version):
-            _remove_tree(self._path(version))
+            _remove_tree(gone)
+            # Not its index first: some forks take a directory without one for a full version.
+            with suppress(FileNotFoundError):
+                self._path(version).rename(gone)
+                durable.sync_directory(self.root)
+            _remove_tree(gone)
 
     def _path(self, name: str) -> Path:
         return self.root / check_name(name)
@@ -219,7 +252,7 @@ class DirectoryDraft:
     def commit(self, index: bytes) -> None:
         with self._storage.reported(self._version, FileExistsError):
             if self._final.exists():  # an empty directory would be replaced
-                raise FileExistsError(f"{self._final} was published before")
+                raise FileExistsError(f"{self._final} {PUBLISHED}")
             self.write(INDEX, (index,))
             durable.sync_directory(self._directory)
             self._directory.rename(self._final)

@@ -1,20 +1,19 @@
-"""Pairs of tensors that differ here and there, and readers written from the descriptions of the formats."""
+"""Pairs of tensors that differ here and there."""
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import xxhash
-import zstandard
 from hypothesis import strategies as st
 
 from miles_plugin.weight_transfer.disk_delta import sparse_numpy
 from miles_plugin.weight_transfer.disk_delta.codec import ENCODINGS, Decoder, Encoder
 from miles_plugin.weight_transfer.disk_delta.kernels import Kernels, native
 from mooncake_store.arrays import Bytes
+from tests.delta_reader import patched
 
 BLOCK = 256 << 10
 WIDTHS = (1, 2, 4, 8)
@@ -83,74 +82,5 @@ def hash_of(tensor: Bytes) -> str:
 
 
 def read_as_others_do(payload: bytes, tensors: Pair, encoding: str) -> Bytes:
-    """The new tensor, by what is published of xor and overwrite and by the description in `sparse.py`."""
-    if encoding == "sparse":
-        return _read_sparse(payload, tensors)
-    content = zstandard.ZstdDecompressor().decompress(payload)
-    if encoding == "xor":
-        return tensors.old ^ np.frombuffer(content, dtype=np.uint8)
-    (count,) = struct.unpack_from("<I", content)
-    tensor = tensors.old.copy()
-    tensor[np.frombuffer(content, "<u4", count, 4)] = np.frombuffer(content, np.uint8, count, 4 + 4 * count)
-    assert len(content) == 4 + 5 * count
-    return tensor
-
-
-class _Frames:
-    """One zstd frame after another, between the headers of segments."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-
-    def header(self, form: str) -> tuple[int, ...]:
-        size = struct.calcsize(form)
-        head, self.data = self.data[:size], self.data[size:]
-        return struct.unpack(form, head)
-
-    def next(self) -> bytes:
-        stream = zstandard.ZstdDecompressor().decompressobj()
-        content = stream.decompress(self.data)
-        assert stream.eof
-        assert zstandard.frame_content_size(self.data) == len(content)
-        self.data = stream.unused_data
-        return content
-
-
-def _read_sparse(payload: bytes, tensors: Pair) -> Bytes:
-    tensor, width = tensors.old.copy(), tensors.width
-    values = [int(value) for value in tensor.view(f"<u{width}")]
-    assert payload[-8:] == struct.pack("<Q", xxhash.xxh3_64_intdigest(payload[:-8]))
-    frames = _Frames(payload[:-8])
-    assert frames.header("<BBQ") == (1, width, tensor.size)
-    while frames.data:
-        flags, at, count = frames.header("<BQI")
-        assert at % (BLOCK // width) == 0
-        if flags & 4:
-            planes = frames.next()
-            for i in range(count):
-                coded = sum(planes[j * count + i] << 8 * j for j in range(width))
-                values[at + i] += _difference(coded)
-            continue
-        symbols = iter(frames.next())
-        lows = frames.next() if flags & 1 else None
-        nibbles = frames.next()
-        kept = frames.next() if flags & 2 else b""
-        for i in range(count):
-            gap = symbol = next(symbols)
-            while symbol == 255:
-                symbol = next(symbols)
-                gap += symbol
-            at += gap if lows is None else gap << 8 | lows[i]
-            coded = nibbles[i // 2] >> (4 if i % 2 else 0) & 15
-            if coded == 15:
-                values[at], kept = int.from_bytes(kept[:width], "little"), kept[width:]
-            else:
-                values[at] += _difference(coded + 1)
-            at += 1
-        assert not kept
-        assert next(symbols, None) is None
-    return np.array([value % (1 << 8 * width) for value in values], dtype=f"<u{width}").view(np.uint8)
-
-
-def _difference(coded: int) -> int:
-    return -(coded + 1) // 2 if coded % 2 else coded // 2
+    """The new tensor, by a reader that knows the formats' descriptions alone."""
+    return np.frombuffer(patched(encoding, tensors.old.tobytes(), payload, tensors.width), dtype=np.uint8)

@@ -55,7 +55,10 @@ def delta(**changes: Any) -> dict[str, Any]:
         "checksum_format": "xxh3-128",
     }  # fmt: skip
     metadata = {key: changes.pop(key, value) for key, value in metadata.items()}
-    return {"metadata": metadata, "weight_map": {"a": FILE}, "layout": {"a": ["BF16", [2, 2]]}, **changes}
+    return {
+        "metadata": metadata, "weight_map": {"a": FILE}, "layout": {"a": ["BF16", [2, 2]]},
+        "checksums": {"a": HEX["xxh3-128"]}, **changes,
+    }  # fmt: skip
 
 
 def read(index: Any) -> Index:
@@ -72,17 +75,18 @@ def read(index: Any) -> Index:
 def test_an_index_is_read_back(
     layout: dict[str, tuple[str, tuple[int, ...]]], version: int, behind: int | None, encoding: str, checksum: str
 ) -> None:
-    files = dict.fromkeys(layout, FILE)
+    files, checksums = dict.fromkeys(layout, FILE), dict.fromkeys(layout, HEX[checksum])
     if behind is None:
-        index = Index(version, None, None, checksum, files, layout, dict.fromkeys(layout, HEX[checksum]))
+        index = Index(version, None, None, checksum, files, layout, checksums)
     else:
         changed = dict(list(files.items())[::2])
-        index = Index(version, max(0, version - behind), encoding, checksum, changed, layout)
+        index = Index(version, max(0, version - behind), encoding, checksum, changed, layout, checksums)
     assert read_index(pack_index(index), "here") == index
 
 
 def test_others_read_what_they_know() -> None:
-    index = json.loads(pack_index(Index(12, 7, "xor", "blake3", {"a": FILE}, {"a": ("F32", ())})))
+    checksums = {"a": HEX["blake3"]}
+    index = json.loads(pack_index(Index(12, 7, "xor", "blake3", {"a": FILE}, {"a": ("F32", ())}, checksums)))
     assert index == {
         "metadata": {
             "version": "000012", "base_version": "000007", "delta_encoding": "xor", "compression_format": "zstd",
@@ -90,10 +94,9 @@ def test_others_read_what_they_know() -> None:
         },
         "weight_map": {"a": FILE},
         "layout": {"a": ["F32", []]},
+        "checksums": checksums,
     }  # fmt: skip
-    index = json.loads(
-        pack_index(Index(12, None, None, "blake3", {"a": FILE}, {"a": ("F32", (2,))}, {"a": HEX["blake3"]}))
-    )
+    index = json.loads(pack_index(Index(12, None, None, "blake3", {"a": FILE}, {"a": ("F32", (2,))}, checksums)))
     assert index["metadata"] == {"version": "000012", "checksum_format": "blake3", "total_size": 8}
     assert index["checksums"] == {"a": HEX["blake3"]}
 
@@ -118,10 +121,17 @@ def test_what_is_not_known_is_left_out() -> None:
         (full(weight_map={"a": ".hidden.safetensors"}), "weight_map of a"),
         (full(weight_map={"a": "model.bin"}), "weight_map of a"),
         (full(weight_map={"a": FILE + "\n"}), "weight_map of a"),
-        (full(weight_map={}), "without the file, layout or checksum of a"),
-        (full(checksums={}), "without the file, layout or checksum of a"),
-        (full(checksums={"a": HEX["blake3"]}), "checksum of a"),
-        (full(checksums={"a": "X" * 32}), "checksum of a"),
+        (full(weight_map={}), "without the file of a"),
+        *(
+            (made(checksums=checksums), said)
+            for made in (full, delta)
+            for checksums, said in (
+                ({}, "a is in only one of layout and checksums"),
+                ({"a": HEX["xxh3-128"], "b": HEX["xxh3-128"]}, "b is in only one of layout and checksums"),
+                ({"a": HEX["blake3"]}, "checksum of a"),
+                ({"a": "X" * 32}, "checksum of a"),
+            )
+        ),
         (full(layout={}), "weight_map names a, layout does not"),
         (full(layout={"a": ["BF17", [2, 2]]}), "dtype 'BF17'"),
         (full(layout={"a": ["F4", [2, 2]]}), "dtype 'F4'"),
@@ -140,7 +150,6 @@ def test_what_is_not_known_is_left_out() -> None:
         (delta(compression_format="lz4"), "compression_format='lz4'; allowed: zstd"),
         (delta(compression_format=None), "compression_format=None"),
         (delta(weight_map={"b": FILE}), "weight_map names b, layout does not"),
-        (delta(checksums={"a": HEX["xxh3-128"]}), "checksums in the index of a delta"),
         ({"metadata": {"total_size": 8}, "weight_map": {"a": FILE}}, "no index of a published version"),
         ([], "no index of a published version"),
     ],
@@ -153,7 +162,7 @@ def test_what_cannot_be_is_refused_with_its_source(index: Any, said: str) -> Non
 
 def test_what_would_be_refused_is_not_written() -> None:
     with pytest.raises(IntegrityError, match="index of weight_v000003: base_version"):
-        pack_index(Index(3, 3, "xor", "blake3", {}, {}))
+        pack_index(Index(3, 3, "xor", "blake3", {}, {}, {}))
 
 
 @given(st.binary(max_size=60) | st.integers(0, 200).map(lambda n: pack_index(read(delta()))[:n]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from miles_plugin.weight_transfer.disk_delta.materialize import Materializer
 from miles_plugin.weight_transfer.disk_delta.readers import ReaderReport, read_reports, write_report
 from miles_plugin.weight_transfer.disk_delta.storage import DirectoryStorage, PublicationUnavailable
 from mooncake_store.errors import ConfigError
+from tests.delta_publisher import changed, write_checkpoint
 from tests.unit.plugin.delta_readers import World, seen
 
 HERE, THERE, FAR = "http://10.0.0.1:30000", "http://10.0.0.2:30000", "http://10.0.0.3:30000"
@@ -137,6 +139,24 @@ def test_what_readers_start_from_is_not_a_version_0_that_was_published(world: Wo
     assert "has not got what readers start from" in hosts(world).bring_to(None, [THERE]).failed[THERE]
 
 
+@pytest.mark.parametrize("version", [None, 1])
+def test_a_host_that_starts_from_another_checkpoint_serves_only_what_was_published(
+    version: int | None, world: World
+) -> None:
+    """Of what nobody has published no checksum tells that it is something else."""
+    other = other_host(world)
+    other.base = world.root / "other base"
+    write_checkpoint(other.base, changed(world.publisher.versions[0], 5, 0.5))
+    if version:
+        world.publisher.full(1, world.next(1))
+    other.bring_to()
+    other.report("other", [address(THERE)])
+    brought = hosts(world).bring_to(version, [HERE, THERE])
+    assert set(brought.paths) == ({HERE, THERE} if version else {HERE})
+    if not version:
+        assert re.search(r"reader other started from .*the fingerprint \w+, the job's has \w+", brought.failed[THERE])
+
+
 def test_a_version_that_cannot_be_made_here_fails_this_host_s_engines_only(world: World) -> None:
     world.publish(1)
     other = other_host(world)
@@ -194,7 +214,7 @@ def test_a_place_that_fails_for_a_moment_is_asked_again(world: World) -> None:
 def test_a_report_that_is_none_counts_for_nothing(content: str, world: World) -> None:
     storage = DirectoryStorage(world.source)
     storage.replace("readers/odd.json", content.encode())
-    report = ReaderReport(3, "/local/a", ("10.0.0.9:30000",), "a problem", True)
+    report = ReaderReport(3, "/local/a", ("10.0.0.9:30000",), "a problem", True, "0f")
     write_report(storage, "whole", report)
     assert read_reports(storage) == {"whole": report}
 

@@ -29,6 +29,7 @@ from tests.delta_publisher import (
     Tensor,
     changed,
     random_tensors,
+    read_checkpoint,
     read_safetensors,
     write_checkpoint,
     write_safetensors,
@@ -274,7 +275,8 @@ def test_a_damaged_delta_falls_back_to_a_full_version_or_is_said(world: World, d
         ("another version", "version=1; allowed: that of its directory"),
         ("another tensor", "in only one of the file and its index"),
         ("a payload of two dimensions", r"payload of .* is U8 \[1, \d+\]; allowed: U8, 1-D"),
-        ("no checksum", "checksum of "),
+        ("no checksum", "checksum of .* is None, by its index "),
+        ("another checksum", f"checksum of .* is '{'0' * 32}', by its index "),
         ("a full version of another shape", "its index says otherwise"),
         ("latest", "latest says 'newest'"),
     ],
@@ -293,7 +295,9 @@ def test_a_version_that_contradicts_itself_is_not_believed(world: World, lie: st
     elif lie == "a payload of two dimensions":
         write_safetensors(path, {**tensors, name: tensor._replace(shape=(1, *tensor.shape))}, checksums)
     elif lie == "no checksum":
-        write_safetensors(path, tensors, {each: text for each, text in checksums.items() if each != name})
+        write_safetensors(path, tensors)
+    elif lie == "another checksum":
+        write_safetensors(path, tensors, checksums)
     elif lie == "latest":
         (world.source / "latest").write_text("newest\n")
     else:
@@ -537,6 +541,46 @@ def test_another_model_is_refused_before_anything_is_made(world: World, differen
     assert not (world.local / "a").exists()
 
 
+@pytest.mark.parametrize("anchored", [True, False])
+def test_a_tensor_that_never_changed_is_the_trainer_s_too(world: World, anchored: bool) -> None:
+    """A reader's base may have lost a bit, or be another one, where no delta says anything."""
+    changing = "norm.weight"
+    for number in (1, 2):
+        before = world.publisher.versions[number - 1]
+        world.publisher.delta(number, {**before, changing: changed(before, number, 1.0)[changing]})
+    path = next(path for path in sorted(world.base.glob("*.safetensors")) if changing not in read_safetensors(path))
+    flip_bit(path, -3)
+    if anchored:
+        world.publisher.full(3, world.publisher.versions[2])
+        assert world.reader().bring_to().version == 3
+        assert dict(world.publisher.versions[3]) == read_checkpoint(world.local / "current")
+    else:
+        with pytest.raises(IntegrityError, match=r"from the base checkpoint: its checksum is .*that it started from"):
+            world.reader().bring_to()
+        assert world.seen() is None
+
+
+@pytest.mark.parametrize("published", [0, 1, 2])
+def test_what_a_copy_got_wrong_is_mended(world: World, published: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of the base, or of the other slot; also of what no delta changes."""
+    copy = slots._copy
+
+    def wrong(source: Path, target: Path) -> None:
+        copy(source, target)
+        if target.suffix == ".safetensors":
+            flip_bit(target, -3)
+
+    for version in range(1, published + 1):
+        before = world.publisher.versions[version - 1]
+        world.publisher.delta(version, {**before, "steps": changed(before, version, 1.0)["steps"]})
+        if version < published:
+            world.reader().bring_to()
+    monkeypatch.setattr(slots, "_copy", wrong)
+    assert world.reader().bring_to().version == published
+    assert world.seen() == published
+    assert world.reader().verify() == []
+
+
 def test_tensors_that_the_trainer_does_not_train_stay(world: World) -> None:
     base = dict(world.publisher.versions[0])
     kept = {name: base.pop(name) for name in ("head.weight", "steps")}
@@ -618,6 +662,43 @@ def test_everything_is_on_the_disk_before_it_is_promised(world: World, monkeypat
     flushes = [f"flush model-0000{number}-of-00002.safetensors" for number in (1, 2)]
     assert applies > 3
     assert events == ["begin", *["apply"] * applies, *flushes, "complete", "expose"]
+
+
+@pytest.mark.parametrize("already", [0, 2])
+def test_what_a_slot_holds_is_on_the_disk_before_its_name_is(
+    world: World, already: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version in range(1, already + 1):
+        world.publish(version)
+        world.reader().bring_to()
+    world.publish(already + 1, density=1.0, share=1.0)
+    events: list[str] = []
+    fsync, replace, flush = os.fsync, os.replace, Checkpoint.flush
+
+    def spied_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        events.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).relative_to(world.local)}")
+
+    def spied_replace(old: Path, new: Path) -> None:
+        replace(old, new)
+        events.append(f"name {Path(new).relative_to(world.local)}")
+
+    def spied_flush(slot: Checkpoint, file: Path) -> None:
+        flush(slot, file)
+        events.append("flush")
+
+    monkeypatch.setattr(os, "fsync", spied_fsync)
+    monkeypatch.setattr(os, "replace", spied_replace)
+    monkeypatch.setattr(Checkpoint, "flush", spied_flush)
+    world.reader(threads=1).bring_to()
+    record = ["sync a.json.partial", "name a.json", "sync ."]
+    exposed = ["name current", "sync .", "sync state.json.partial", "name state.json", "sync ."]
+    if not already:  # the copy of the base
+        copied = sorted(f"sync a/{path.name}" for path in world.base.iterdir())
+        assert [events[0], *sorted(events[1 : 1 + len(copied)])] == ["sync .", *copied]
+        events = events[1 + len(copied) :]
+        record = ["sync a", "sync .", *record]
+    assert events == [*record, "flush", "flush", *record[-3:], *exposed]
 
 
 def test_engines_that_load_while_the_next_version_is_made_read_a_whole_one(world: World) -> None:
@@ -790,7 +871,7 @@ def histories(draw: st.DrawFn) -> tuple[list[tuple[str, str, tuple[int, ...]]], 
     dimensions = st.lists(st.integers(0, 9), max_size=3).map(tuple)
     shapes = draw(st.lists(st.tuples(st.sampled_from(sorted(WIDTHS)), dimensions), min_size=1, max_size=5))
     densities = st.sampled_from([0.0, 0.001, 0.02, 0.5, 1.0])
-    step = st.tuples(st.sampled_from(["xor", "overwrite", "full"]), densities, densities, st.integers(1, 3))
+    step = st.tuples(st.sampled_from(["xor", "overwrite", "sparse", "full"]), densities, densities, st.integers(1, 3))
     return [(f"t{i}", *each) for i, each in enumerate(shapes)], draw(st.lists(step, min_size=1, max_size=7))
 
 
@@ -814,7 +895,7 @@ def test_any_history_arrives_bit_for_bit(
             if kind == "full":
                 world.publisher.full(version, world.next(version, density, share))
             else:
-                world.publisher.encoding = kind
+                world.publisher.encoding, world.publisher.encode = kind, sparse if kind == "sparse" else None
                 world.publisher.delta(version, world.next(version, density, share))
             order.append(version)
             full = [at for at in order if kind_of(world, at) == "full" and at not in deleted]

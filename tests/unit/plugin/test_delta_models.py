@@ -13,12 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles_plugin.weight_transfer.disk_delta.codec import Encoder
+from miles_plugin.weight_transfer.disk_delta.codec import ENCODINGS, Encoder
 from miles_plugin.weight_transfer.disk_delta.publish import Publisher
 from miles_plugin.weight_transfer.disk_delta.split import Split
 from miles_plugin.weight_transfer.disk_delta.storage import DirectoryStorage
 from tests.delta_reader import from_directory, rebuild
-from tests.unit.plugin.delta_training import Ranks, held, make_base, step
+from tests.unit.plugin.delta_training import DTYPES, Ranks, held, make_base, step
 
 
 @pytest.mark.parametrize("tensor", [torch.randn(6, 4).t(), torch.randn(10)[::2], torch.randn(3, requires_grad=True)])
@@ -87,16 +87,14 @@ NAMES = st.text(st.characters(exclude_categories=["C", "Z"], exclude_characters=
     lambda name: ".." not in name and name != "__metadata__"
 )
 SHAPES = st.lists(st.integers(0, 5), max_size=3)
-KINDS = st.sampled_from(
-    [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8, torch.float8_e4m3fn]
-)
+KINDS = st.sampled_from(list(DTYPES))
 
 
 @settings(max_examples=60)
 @given(
     layout=st.dictionaries(NAMES, st.tuples(KINDS, SHAPES), min_size=1, max_size=6),
     size=st.integers(1, 3),
-    encoding=st.sampled_from(["xor", "overwrite"]),
+    encoding=st.sampled_from(ENCODINGS),
     anchor_every=st.integers(0, 3),
     densities=st.lists(st.floats(0, 1), min_size=1, max_size=4),
     from_base=st.booleans(),

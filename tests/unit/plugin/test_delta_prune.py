@@ -24,7 +24,7 @@ def published(directory: Path, versions: Sequence[tuple[int, bool]]) -> Director
         draft = storage.draft(version_name(version))
         draft.write("model-00001-of-00001.safetensors", (bytes(FILE_BYTES),))
         draft.commit(
-            pack_index(Index(version, None if is_full else base, None if is_full else "xor", "adler32", {}, {}))
+            pack_index(Index(version, None if is_full else base, None if is_full else "xor", "adler32", {}, {}, {}))
         )
         base = version
     return storage

@@ -13,6 +13,7 @@ import pytest
 from miles_plugin.weight_transfer.disk_delta.prune import newest_version, prune
 from miles_plugin.weight_transfer.disk_delta.storage import DirectoryStorage, PublicationUnavailable, Storage
 from tests.delta_reader import Model, rebuild
+from tests.unit.plugin.delta_trainers import Place, late_replica_arrives
 from tests.unit.plugin.delta_training import Ranks, Weights, held, make_base, some_weights, step
 
 LAST = 2
@@ -157,6 +158,17 @@ def test_killed_in_any_change_of_the_file_system(base: Path, models: list[Model]
     assert number > 40
 
 
+@pytest.mark.parametrize("kills", [6, pytest.param(200, marks=pytest.mark.slow)])
+def test_kills_of_ranks_at_random_moments_show_no_half_version(kills: int, tmp_path: Path) -> None:
+    """A reader follows meanwhile; one comes late."""
+    place = Place(tmp_path)
+    place.kill_trainers(kills, seed=kills)
+    late_replica_arrives(place)
+    print(f"{place.killed} ranks killed, {place.torn} times amid a version, {len(place.versions)} versions seen")
+    assert place.killed >= kills
+    assert kills < 200 or (place.torn > kills // 20 and len(place.versions) > kills // 4)
+
+
 class Killed(BaseException):
     """The process ends here."""
 
@@ -243,14 +255,17 @@ def test_a_publisher_goes_on_after_any_call_that_failed(
     assert number > 10
 
 
-def test_two_publishers_of_one_version_do_not_mix(base: Path, models: list[Model], tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [directory, objects])
+def test_two_publishers_of_one_version_do_not_mix(
+    make: Callable[[Path], Storage], base: Path, models: list[Model], tmp_path: Path
+) -> None:
     """The second finds it there, and the first's stays."""
-    storage = DirectoryStorage(tmp_path)
+    storage = make(tmp_path)
     both = [Ranks([storage], base) for _ in range(2)]
     for ranks in both:
         ranks.publish(0, weights_of(0))
     both[0].publish(1, weights_of(1))
-    with pytest.raises(FileExistsError):
+    with pytest.raises(FileExistsError, match="was published before, by another trainer"):
         both[1].publish(1, weights_of(2))
     assert check_what_is_there(storage, base, models) == 1
     for ranks in both:

@@ -1,9 +1,12 @@
 """Where versions are published: directories and object stores promise the same."""
 
+import contextlib
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,11 +15,16 @@ from miles_plugin.weight_transfer.disk_delta.storage import (
     DirectoryStorage,
     PublicationUnavailable,
     Storage,
+    check_publishable,
     open_storage,
 )
 from mooncake_store.errors import ConfigError, MissingDependency
 
 INDEX = "weight_v000001/model.safetensors.index.json"
+
+
+class Killed(BaseException):
+    """The process ends here."""
 
 
 def directory(path: Path) -> Storage:
@@ -38,8 +46,10 @@ def local_objects(path: Path) -> Storage:
     return ObjectStorage(LocalStore(path / "objects"), "local objects")
 
 
-@pytest.fixture(params=[directory, memory, local_objects])
+@pytest.fixture(params=[directory, memory, local_objects, "s3"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    if request.param == "s3":
+        return open_storage(request.getfixturevalue("s3"))
     make: Callable[[Path], Storage] = request.param
     return make(tmp_path)
 
@@ -108,9 +118,46 @@ def test_a_version_is_seen_when_it_is_committed(storage: Storage) -> None:
     ranks[0].abandon()  # too late: it stays
     assert INDEX in storage.names()
     again = storage.draft("weight_v000001")
-    with pytest.raises(FileExistsError):
+    with pytest.raises(FileExistsError, match="was published before, by another trainer: end one of them"):
         again.commit(b"[]")
     assert bytes(storage.read(INDEX)) == b"{}"
+
+
+def test_a_version_that_was_published_is_not_written_to(storage: Storage) -> None:
+    storage.draft("weight_v000001").write("a", (b"1",))
+    storage.draft("weight_v000001").commit(b"{}")
+    with contextlib.suppress(FileExistsError):  # where it can be told before the end
+        storage.draft("weight_v000001").write("a", (b"2",))
+    assert bytes(storage.read("weight_v000001/a")) == b"1"
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_commit_whose_answer_was_lost_is_one(ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The service has made the index and fails to say so; asked again, it says that there is one."""
+    obstore = pytest.importorskip("obstore")
+    storage, put = memory(Path()), obstore.put
+
+    def asked_twice(store: Any, name: str, data: bytes, **more: Any) -> Any:
+        put(store, name, data if ours else b"[]", **more)
+        return put(store, name, data, **more)
+
+    monkeypatch.setattr(obstore, "put", asked_twice)
+    commit = storage.draft("weight_v000001").commit
+    if ours:
+        commit(b"{}")
+    else:
+        with pytest.raises(FileExistsError, match="was published before, by another trainer"):
+            commit(b"{}")
+    assert storage.sizes() == {INDEX: 2}
+
+
+def test_a_store_without_conditional_writes_is_refused(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_publishable(storage)
+    assert storage.names() == []
+    monkeypatch.setattr(storage, "create", storage.replace)
+    with pytest.raises(ConfigError, match=r"conditional writes: .*publish in a directory"):
+        check_publishable(storage)
+    assert storage.names() == []
 
 
 def test_a_draft_that_is_abandoned_or_left_is_removed(storage: Storage) -> None:
@@ -128,27 +175,40 @@ def test_a_draft_that_is_abandoned_or_left_is_removed(storage: Storage) -> None:
     assert bytes(storage.read("weight_v000003/a")) == b"2"
 
 
-def test_a_version_that_is_dropped_loses_its_index_first(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_that_is_dropped_is_gone_when_a_kill_leaves_half_of_it(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a directory all at once; in an object store its index first."""
     draft = storage.draft("weight_v000001")
     draft.write("a", (b"1",))
     draft.commit(b"{}")
-    removed: list[str] = []
     original = storage.remove
 
+    def kill(*_names: object, **_more: object) -> None:
+        raise Killed
+
     def remove(name: str) -> None:
-        removed.append(name)
         original(name)
-        raise InterruptedError
+        kill()
 
     monkeypatch.setattr(storage, "remove", remove)
-    with pytest.raises(InterruptedError):
+    monkeypatch.setattr(shutil, "rmtree", kill)
+    with pytest.raises(Killed):
         storage.drop("weight_v000001")
-    assert removed == [INDEX]
-    assert storage.names() == ["weight_v000001/a"]
+    is_directory = isinstance(storage, DirectoryStorage)
+    assert storage.names() == ([] if is_directory else ["weight_v000001/a"])
+    if is_directory:
+        assert not (storage.root / "weight_v000001").exists()
     monkeypatch.undo()
+    again = storage.draft("weight_v000001")  # the name is free, whatever is left
+    again.write("a", (b"2",))
+    again.commit(b"{}")
     for _ in range(2):
         storage.drop("weight_v000001")
         assert storage.names() == []
+    storage.clean()
+    if is_directory:
+        assert list(storage.root.iterdir()) == []
 
 
 def test_all_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,6 +293,23 @@ def test_an_object_store_without_the_package_says_what_to_install(monkeypatch: p
     monkeypatch.setitem(__import__("sys").modules, "obstore.exceptions", None)
     with pytest.raises(MissingDependency, match=r"s3://bucket/run: .*pip install 'miles-mooncake\[object-store\]'"):
         open_storage("s3://bucket/run")
+
+
+def test_a_bucket_that_is_not_there_is_unavailable_and_not_empty(s3: str) -> None:
+    url = "s3://no-such-bucket/run"
+    with pytest.raises(PublicationUnavailable, match=f"{url}, "):
+        open_storage(url, make=False)
+    storage = open_storage(url)
+    for call in (
+        lambda: storage.names(),
+        lambda: storage.replace("latest", b""),
+        lambda: storage.create("latest", b""),
+        lambda: storage.draft("weight_v000001").write("a", (b"1",)),
+        lambda: storage.clean(),
+        lambda: check_publishable(storage),
+    ):
+        with pytest.raises(PublicationUnavailable, match=f"{url}, "):
+            call()
 
 
 def test_an_object_store_that_does_not_answer_is_unavailable(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,12 +20,12 @@ import pytest
 
 from miles_plugin import cli, materialize_command
 from miles_plugin.materialize_command import run_materialize
+from miles_plugin.weight_transfer.disk_delta.local_checkpoint import Checkpoint
 from mooncake_store.errors import IntegrityError
 from tests.unit.plugin.delta_readers import ROOT, World
 
 SECONDS = 60.0
-LOADS = ["/pause_generation", "/flush_cache", "/update_weights_from_disk", "/update_weight_version"]
-LOADS += ["/continue_generation"]
+LOADS = ["/pause_generation", "/flush_cache", "/update_weights_from_disk", "/continue_generation"]
 
 
 @pytest.fixture
@@ -121,6 +121,7 @@ def test_the_newest_version_comes_and_the_publisher_is_told(world: World, capsys
     del told["at"]
     assert told == {
         "version": "000002", "path": f"{world.local}/a", "engines": ["10.0.0.1:30000"], "problem": "", "base": False,
+        "fingerprint": Checkpoint(world.base).fingerprint(),
     }  # fmt: skip
 
 
@@ -284,9 +285,8 @@ def test_engines_load_the_version_between_pausing_and_resuming(
         more = ["--engine", first.address, "--engine", second.address, "--load"]
         assert materialize(capsys, arguments(world, *more))[0] == 0
     assert first.paths() == second.paths() == LOADS
-    bodies = dict(first.calls)
-    assert bodies["/update_weights_from_disk"]["model_path"] == f"{world.local}/a"
-    assert bodies["/update_weight_version"]["new_version"] == "1"
+    load = dict(first.calls)["/update_weights_from_disk"]
+    assert (load["model_path"], load["weight_version"]) == (f"{world.local}/a", "1")
 
 
 def test_an_engine_that_does_not_load_stays_paused_and_the_others_load(
@@ -417,7 +417,7 @@ def test_what_cannot_be_brought_is_tried_less_and_less_often(
     tried: list[float] = []
     followed = Followed(world, monkeypatch)
 
-    def fail(*_arguments: Any) -> None:
+    def fail(*_arguments: Any, **_more: Any) -> None:
         tried.append(followed.now)
         raise IntegrityError("version 1 is damaged")
 
@@ -430,20 +430,48 @@ def test_what_cannot_be_brought_is_tried_less_and_less_often(
     assert len(lines(capsys)) == 1
 
 
-def test_a_place_that_is_away_for_a_while_ends_nothing(
-    world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("how", ["is no directory", "is empty", "shows what was there before"])
+def test_a_place_that_is_away_for_a_while_ends_nothing_and_leads_nobody_back(
+    how: str, world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if os.geteuid() == 0:
-        away = world.root / "away"
-        lose: Callable[[], object] = lambda: (world.source.rename(away), world.source.write_text(""))  # noqa: E731
-        back: Callable[[], object] = lambda: (world.source.unlink(), away.rename(world.source))  # noqa: E731
-    else:
-        lose, back = (lambda: world.source.chmod(0)), (lambda: world.source.chmod(0o755))
+    away = world.root / "away"
     world.publish(1)
+    shutil.copytree(world.source, world.root / "before")
+    world.publish(2)
+
+    def lose() -> None:
+        world.source.rename(away)
+        if how == "is no directory":
+            world.source.write_text("")
+        elif how == "is empty":
+            world.source.mkdir()
+        else:
+            (world.root / "before").rename(world.source)
+
+    def back() -> None:
+        assert world.seen() == 2
+        world.source.rename(world.root / "gone")
+        away.rename(world.source)
+
     followed = Followed(world, monkeypatch)
-    followed.run(lose, nothing, back, *[nothing] * 8, lambda: world.publish(2))
-    assert [each["version"] for each in lines(capsys) if "version" in each][-1] == 2
-    assert (world.seen(), report(world, "h")["problem"]) == (2, "")
+    followed.run(lose, nothing, back, *[nothing] * 8, lambda: world.publish(3))
+    told = lines(capsys)
+    assert [each["version"] for each in told if "version" in each] == [2, 2, 3]
+    if how != "is no directory":
+        assert "has version 2, " in told[1]["problem"]
+        assert "the place is not mounted, or another run publishes there" in told[1]["problem"]
+    assert (world.seen(), report(world, "h")["problem"]) == (3, "")
+
+
+def test_once_it_goes_back_only_to_a_version_that_was_named(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    world.publish(1, 2)
+    materialize(capsys, arguments(world))
+    world.publisher.latest(1)
+    status, out, error = materialize(capsys, arguments(world))
+    assert (status, out, len(error.splitlines()), world.seen()) == (2, "", 1, 2)
+    assert "has version 2, version 1 is the newest that is published: " in error
+    assert materialize(capsys, arguments(world, "--version", "1"))[0] == 0
+    assert world.seen() == 1
 
 
 def test_an_engine_that_comes_back_loads_and_those_that_have_it_are_left_alone(
