@@ -19,6 +19,7 @@ import httpx
 
 from miles_plugin.arguments import TrainConfig
 from miles_plugin.engines.differences import SEED_FLAG, Answers, Expected, differences, model_config
+from miles_plugin.engines.http import EngineTimeout
 from miles_plugin.engines.sglang import EngineError, SGLangEngine
 from mooncake_store.addresses import endpoint
 from mooncake_store.bounded import bounded
@@ -158,6 +159,8 @@ def _answers(url: str, expected: Expected) -> Answers:
         if lacking := Answers(server, model, []).lacking():
             raise ValueError(f"its answers lack {', '.join(lacking)}")
         return Answers(server, model, _unregistered(engine, server, expected))
+    except EngineTimeout:
+        raise
     except EngineError as error:
         if error.status == HTTPStatus.OK:
             step = "what answers there is no SGLang server; correct the address"

@@ -3,36 +3,16 @@
 Endpoints and their fields are those of SGLang 0.5.23, each seen working there.
 """
 
-import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
-import httpx
+from miles_plugin.engines.http import GENERATE_SECONDS, HTTP, EngineError
 
-
-class EngineError(RuntimeError):
-    """An engine answered with an error, not at all, or with nonsense; the message names engine and request.
-
-    Attributes:
-        status: HTTP status of the answer; None without one.
-    """
-
-    def __init__(self, message: str, status: int | None = None) -> None:
-        super().__init__(message, status)
-        self.status = status
-
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-
-# A request for responses may be a whole rollout batch; an engine that ends closes its connections at once.
-_CONNECT_SECONDS = 15.0  # the link may be down for a few; who is not there refuses at once
-_GENERATE_TIMEOUT = httpx.Timeout(3600.0, connect=_CONNECT_SECONDS)
-# SGLang closes a connection that was idle for 5 seconds.
-_IDLE_SECONDS = 1.0
-_ATTEMPTS = 3
+__all__ = ["EngineError", "SGLangEngine", "checked_response"]
+_READY_SECONDS = 5.0
 
 
 class SGLangEngine:
@@ -40,26 +20,20 @@ class SGLangEngine:
 
     Args:
         url: e.g. "http://127.0.0.1:30000".
-        timeout: seconds that one request may take, other than for responses.
+        timeout: seconds that one request may take as a whole, where nothing else is said.
     """
 
     def __init__(self, url: str, timeout: float = 300.0) -> None:
-        self.url = url
-        self._http = httpx.Client(
-            base_url=url,
-            timeout=_within(timeout),
-            # A connection for each request: between two hosts one that was closed while idle may not be known as such,
-            # and a request on it, unlike a connection that cannot be made, may not be sent again.
-            limits=httpx.Limits(max_keepalive_connections=0),
-            trust_env=False,
-        )
+        self.url, self._seconds = url, timeout
+        self._http = HTTP(url)
 
     def ready(self) -> bool:
         """Whether the engine has its model loaded and answers."""
         try:
-            return self._http.get("/model_info", timeout=5.0).is_success
-        except httpx.TransportError:
+            self._http.request("GET", "/model_info", None, _READY_SECONDS)
+        except EngineError:
             return False
+        return True
 
     def generate(
         self, input_ids: Sequence[Sequence[int]], sampling_params: dict[str, Any], return_routed_experts: bool = False
@@ -71,10 +45,10 @@ class SGLangEngine:
         body: dict[str, Any] = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True}
         if return_routed_experts:
             body["return_routed_experts"] = True
-        responses = self._post("/generate", body, timeout=_GENERATE_TIMEOUT)
+        responses = self._post("/generate", body, GENERATE_SECONDS)
         if not isinstance(responses, list) or len(responses) != len(input_ids):
             raise EngineError(f"{self.url}/generate: {len(input_ids)} prompts sent, got {str(responses)[:200]}")
-        return responses
+        return [checked_response(self.url, response) for response in responses]
 
     def pause(self, mode: str) -> None:
         """Stop generating; what is in flight is aborted, put back in the queue (retract), or frozen (in_place)."""
@@ -85,7 +59,7 @@ class SGLangEngine:
 
     def flush_cache(self) -> None:
         """Drop the prefix cache: what it holds was computed by the old weights."""
-        self._post("/flush_cache", {}, is_json=False)
+        self._request("POST", "/flush_cache", {})  # it answers in words
 
     def init_weights_group(
         self, address: str, port: int, rank_offset: int, world_size: int, name: str, backend: str
@@ -99,7 +73,7 @@ class SGLangEngine:
 
     def destroy_weights_group(self, name: str, seconds: float) -> None:
         """Leave a group, within `seconds`."""
-        self._post("/destroy_weights_update_group", {"group_name": name}, timeout=_within(seconds))
+        self._post("/destroy_weights_update_group", {"group_name": name}, seconds)
 
     def begin_update(self) -> None:
         self._post("/begin_weight_update", {})
@@ -112,7 +86,7 @@ class SGLangEngine:
             "/update_weights_from_distributed",
             {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group, "flush_cache": False,
              "load_format": "flattened_bucket"},
-            timeout=_within(seconds),
+            seconds,
         )  # fmt: skip
 
     def load_checkpoint(self, path: str, seconds: float, version: int) -> None:
@@ -121,7 +95,7 @@ class SGLangEngine:
         self._post(
             "/update_weights_from_disk",
             {"model_path": path, "flush_cache": False, "weight_version": str(version)},
-            timeout=_within(seconds),
+            seconds,
         )
 
     def end_update(self) -> None:
@@ -138,8 +112,7 @@ class SGLangEngine:
 
     def model_info(self, seconds: float | None = None) -> dict[str, Any]:
         """The model as it is now: model_path, weight_version, architectures, disaggregation_mode, ..."""
-        timeout = None if seconds is None else _within(seconds)
-        return self._described("/model_info", timeout)
+        return self._described("/model_info", seconds)
 
     def server_info(self) -> dict[str, Any]:
         """What the server was started with: tp_size, dtype, enable_lora, ...; flat, by SGLang's names."""
@@ -172,83 +145,30 @@ class SGLangEngine:
     def close(self) -> None:
         self._http.close()
 
-    def _post(self, path: str, body: dict[str, Any], is_json: bool = True, timeout: httpx.Timeout | None = None) -> Any:
-        response = self._request("POST", path, body, timeout)
-        if not is_json:
-            return response.text
-        with _sensible(f"{self.url}{path}"):
-            answer = response.json()
+    def _post(self, path: str, body: dict[str, Any], seconds: float | None = None) -> Any:
+        answer = self._json("POST", path, body, seconds)
         if isinstance(answer, dict) and answer.get("success") is False:
             raise EngineError(f"{self.url}{path}: {answer.get('message')}")
         return answer
 
-    def _described(self, path: str, timeout: httpx.Timeout | None = None) -> dict[str, Any]:
-        response = self._request("GET", path, timeout=timeout)
+    def _described(self, path: str, seconds: float | None = None) -> dict[str, Any]:
+        answer = self._json("GET", path, None, seconds)
         with _sensible(f"{self.url}{path}"):
-            return dict(response.json())
+            return dict(answer)
 
-    def _request(
-        self, method: str, path: str, body: dict[str, Any] | None = None, timeout: httpx.Timeout | None = None
-    ) -> httpx.Response:
-        try:
-            response = self._http.request(method, path, json=body, timeout=timeout or self._http.timeout)
-        except httpx.TransportError as error:
-            raise _no_answer(f"{self.url}{path}", error) from error
-        return _checked(response)
+    def _json(self, method: str, path: str, body: dict[str, Any] | None, seconds: float | None) -> Any:
+        answer = self._request(method, path, body, seconds)
+        with _sensible(f"{self.url}{path}"):
+            return json.loads(answer)
+
+    def _request(self, method: str, path: str, body: dict[str, Any] | None, seconds: float | None = None) -> bytes:
+        return self._http.request(method, path, body, self._seconds if seconds is None else seconds)
 
 
-class AsyncHTTP:
-    """Posts JSON to any engine, many requests at once. Bound to the event loop that first uses it.
-
-    Args:
-        connections: requests in flight at most; more wait.
-    """
-
-    def __init__(self, connections: int) -> None:
-        self._http = httpx.AsyncClient(
-            limits=httpx.Limits(
-                max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=_IDLE_SECONDS
-            ),
-            timeout=httpx.Timeout(3600.0, pool=None),
-            trust_env=False,
-        )
-        self._waiting: set[tuple[str, asyncio.Task[Any]]] = set()  # for answers, with the URLs asked
-
-    async def post(self, url: str, body: Mapping[str, Any]) -> Any:
-        """The JSON answer; raises EngineError for an error, for none, and when the server was given up meanwhile.
-
-        Sent again when its connection ends without an answer: the server may close an idle one just as it is used.
-        """
-        asking = asyncio.get_running_loop().create_task(self._post(url, body))
-        self._waiting.add((url, asking))
-        try:
-            await asyncio.wait({asking})
-        finally:
-            asking.cancel()
-            self._waiting.remove((url, asking))
-        if asking.cancelled():
-            raise EngineError(f"{url}: given up, its server takes no part any more")
-        return asking.result()
-
-    async def give_up(self, server: str) -> None:
-        """Wait no more for what a server (its URL) was asked."""
-        for url, asking in self._waiting:
-            if url.startswith(f"{server}/"):
-                asking.cancel()
-
-    async def _post(self, url: str, body: Mapping[str, Any]) -> Any:
-        for attempt in range(_ATTEMPTS):
-            try:
-                return _checked(await self._http.post(url, json=body)).json()
-            except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError) as error:
-                if attempt + 1 == _ATTEMPTS:
-                    raise _no_answer(url, error) from error
-            except httpx.TransportError as error:
-                raise _no_answer(url, error) from error
-        raise AssertionError("unreachable")
-
-    async def close(self) -> None:
-        await self._http.aclose()
+def checked_response(engine: str, response: Any) -> dict[str, Any]:
+    """One answer of an engine (its URL) to a prompt; raises EngineError for one that is none."""
+    with _sensible(f"{engine}/generate"):
+        return {**response, "output_ids": list(response["output_ids"]), "meta_info": dict(response["meta_info"])}
 
 
 @contextmanager
@@ -258,17 +178,3 @@ def _sensible(what: str) -> Iterator[None]:
         yield
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise EngineError(f"{what}: an answer that makes no sense: {error!r}", HTTPStatus.OK) from error
-
-
-def _within(seconds: float) -> httpx.Timeout:
-    return httpx.Timeout(seconds, connect=min(seconds, _CONNECT_SECONDS))
-
-
-def _no_answer(url: str, error: httpx.TransportError) -> EngineError:
-    return EngineError(f"{url}: no answer: {str(error) or type(error).__name__}")
-
-
-def _checked(response: httpx.Response) -> httpx.Response:
-    if response.is_error:
-        raise EngineError(f"{response.url}: HTTP {response.status_code}: {response.text[:500]}", response.status_code)
-    return response

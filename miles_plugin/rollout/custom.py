@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from miles_plugin.arguments import TrainConfig
-from miles_plugin.engines.sglang import AsyncHTTP
+from miles_plugin.engines.http import AsyncHTTP
 from miles_plugin.fully_async.contract import DataBuffer, DataBufferConstructorInput
 from miles_plugin.fully_async.groups import DataBufferInput
 from miles_plugin.rollout.prompts import load_tokenizer

@@ -14,8 +14,9 @@ from typing import Any
 
 from miles_plugin.arguments import TrainConfig
 from miles_plugin.engines.fleet import Fleet, Left
+from miles_plugin.engines.http import AsyncHTTP
 from miles_plugin.engines.routed_experts import decode, read_routing
-from miles_plugin.engines.sglang import AsyncHTTP, EngineError
+from miles_plugin.engines.sglang import EngineError, checked_response
 from miles_plugin.rollout.accept import accept
 from miles_plugin.rollout.custom import CONCURRENCY_PER_ENGINE, Call, arguments, current_call, for_engine
 from miles_plugin.rollout.event_loop import LoopThread
@@ -171,7 +172,7 @@ class Sampler:
         body: dict[str, Any] = {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
         if self._routing is not None:
             body["return_routed_experts"] = True
-        answer = await self._http.post(f"{engine}/generate", body)
+        answer = checked_response(engine, await self._http.post(f"{engine}/generate", body))
         _check_made_by(engine, [span["version"] for span in answer["meta_info"].get("weight_versions", ())], version)
         self._fill(sample, prompt, answer)
 

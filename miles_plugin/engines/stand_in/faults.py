@@ -15,6 +15,7 @@ import msgspec
 _STOP_SECONDS = 0.2
 # Longer than any test; a hung request ends with its server.
 _HANG_SECONDS = 3600.0
+_DRIP_SECONDS = 0.1
 _MOST_CALLS = 100_000
 # Only these have a middle.
 LOADS = ("/update_weights_from_distributed", "/update_weights_from_disk")
@@ -26,13 +27,14 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     path: of the requests it is for. after: it begins with this call, counted from 1 since the fault was posted.
     times: how many calls in a row meet it.
     do: delay: sleep, then go on. status: answer with `status`. drop: close the connection without an answer.
-        hang: the same, but only after `seconds`. die: SIGKILL. stop: SIGSTOP, until someone sends SIGCONT.
-    seconds: of delay and hang.
+        hang: the same, but only after `seconds`. drip: answer with a byte every `seconds`, without an end. die:
+        SIGKILL. stop: SIGSTOP, until someone sends SIGCONT.
+    seconds: of delay, hang and drip.
     when: before or after the request took effect; during: halfway through loading the weights that it brings.
     """
 
     path: str
-    do: Literal["delay", "status", "drop", "hang", "die", "stop"]
+    do: Literal["delay", "status", "drop", "hang", "drip", "die", "stop"]
     after: int = 1
     times: int = 1
     seconds: float | None = None
@@ -62,6 +64,14 @@ class FaultStatus(Exception):
 
 class FaultDrop(Exception):
     """Close the connection without an answer."""
+
+
+class FaultDrip(Exception):
+    """Answer with a byte every so many seconds, without an end."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds)
+        self.seconds = seconds
 
 
 class Faults:
@@ -103,7 +113,7 @@ def strike(fault: Fault) -> None:
     """Do it.
 
     Raises:
-        FaultStatus, FaultDrop: how the request is to be answered.
+        FaultStatus, FaultDrop, FaultDrip: how the request is to be answered.
     """
     match fault.do:
         case "delay":
@@ -115,6 +125,8 @@ def strike(fault: Fault) -> None:
         case "hang":
             time.sleep(_HANG_SECONDS if fault.seconds is None else fault.seconds)
             raise FaultDrop
+        case "drip":
+            raise FaultDrip(_DRIP_SECONDS if fault.seconds is None else fault.seconds)
         case "die":
             os.kill(os.getpid(), signal.SIGKILL)
         case "stop":

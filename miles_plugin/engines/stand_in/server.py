@@ -2,8 +2,10 @@
 
 import json
 import sys
+import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -12,7 +14,7 @@ import msgspec
 
 from miles_plugin.engines.stand_in import messages
 from miles_plugin.engines.stand_in.engine import Answer, Engine, Middle
-from miles_plugin.engines.stand_in.faults import Calls, Fault, FaultDrop, Faults, FaultStatus, striker
+from miles_plugin.engines.stand_in.faults import Calls, Fault, FaultDrip, FaultDrop, Faults, FaultStatus, striker
 
 # As uvicorn has it under SGLang.
 _IDLE_SECONDS = 5.0
@@ -108,6 +110,9 @@ class _Handler(BaseHTTPRequestHandler):
         except FaultDrop:
             self.close_connection = True
             return
+        except FaultDrip as fault:
+            self._drip(fault.seconds)
+            return
         except Exception as error:
             traceback.print_exc(file=sys.stderr)
             status, answer = 500, {"detail": f"{type(error).__name__}: {error}"}
@@ -159,6 +164,18 @@ class _Handler(BaseHTTPRequestHandler):
         if path in server.queries or path in server.bodies:
             return 405, {"detail": "Method Not Allowed"}
         return 404, {"detail": "Not Found"}
+
+    def _drip(self, seconds: float) -> None:
+        """Until whoever asked has closed the connection."""
+        self.close_connection = True
+        self.send_response(200)
+        self.send_header("Content-Length", str(1 << 30))
+        self.end_headers()
+        with suppress(ConnectionError):
+            while True:
+                self.wfile.write(b" ")
+                self.wfile.flush()
+                time.sleep(seconds)
 
     def _answer(self, status: int, answer: Any) -> None:
         text = isinstance(answer, str)

@@ -285,7 +285,7 @@ def test_a_server_that_answers_drop_by_drop_holds_nobody(checkpoint: Path, monke
 
     with listening(drip) as address:
         try:
-            assert "no answer within 0.5 s" in refusal([address], Expected(checkpoint, 1))
+            assert "answer within 0.5 s; see" in refusal([address], Expected(checkpoint, 1))
         finally:
             ended.set()
 
@@ -348,21 +348,19 @@ def test_settings_that_contradict_each_other_are_refused(argv: list[str], words:
 
 @pytest.mark.usefixtures("on_a_cpu")
 @pytest.mark.parametrize(
-    ("changes", "ranks", "words"),
-    [
-        ({"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}, 1, "architecture Gemma2.* is not known; .*"),
-        ({}, 3, "num_key_value_heads=2 of the model cannot be shared out to 3 ranks evenly; set rollout_num_gpus_per_"),
-    ],
+    "needed_by", ["update_weight_transfer_mode=p2p", "check_weight_update_equal=True"], ids=["p2p", "checksums"]
 )
-def test_p2p_is_refused_where_the_place_of_a_weight_is_not_known(
-    changes: dict[str, Any], ranks: int, words: str, tmp_path: Path
+def test_an_architecture_of_which_the_place_of_weights_is_not_known_is_refused_where_it_is_needed(
+    needed_by: str, tmp_path: Path
 ) -> None:
-    policy = made(tmp_path / "policy", **changes)
-    engine = ["--rollout-num-gpus-per-engine", str(ranks), "--rollout-num-gpus", str(ranks)]
-    job = [*engine, "--hf-checkpoint", str(policy), "--update-weight-transfer-mode"]
-    with pytest.raises(ConfigError, match=f"update_weight_transfer_mode=p2p with hf_checkpoint={policy}: .*{words}"):
-        preflight.check(load_config([*job, "p2p"]))
-    assert preflight.check(load_config([*job, "broadcast"]))
+    policy = made(tmp_path / "policy", architectures=["Gemma2ForCausalLM"], model_type="gemma2")
+    engine = ["--rollout-num-gpus-per-engine", "3", "--rollout-num-gpus", "3"]  # of it nothing is known of ranks, too
+    job = [*engine, "--hf-checkpoint", str(policy)]
+    wants = ["--check-weight-update-equal"] if "equal" in needed_by else ["--update-weight-transfer-mode", "p2p"]
+    words = "architecture Gemma2.* is not known; .*use --update-weight-transfer-mode broadcast"
+    with pytest.raises(ConfigError, match=f"{needed_by} with hf_checkpoint={policy}: .*{words}"):
+        preflight.check(load_config([*job, *wants]))
+    assert preflight.check(load_config(job))
 
 
 @pytest.mark.parametrize("gpus", [0, 2])

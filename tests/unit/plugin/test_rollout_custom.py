@@ -17,7 +17,8 @@ pytest.importorskip("torch", reason="the extra `train` is not installed")
 
 from miles_plugin.arguments_sources import load_config
 from miles_plugin.engines.fleet import Fleet, Member
-from miles_plugin.engines.sglang import AsyncHTTP, EngineError
+from miles_plugin.engines.http import AsyncHTTP
+from miles_plugin.engines.sglang import EngineError
 from miles_plugin.rollout.accept import accept
 from miles_plugin.rollout.check import check_data
 from miles_plugin.rollout.functions import CustomFunctionError, load_function, longest_call

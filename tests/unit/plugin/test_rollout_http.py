@@ -1,11 +1,15 @@
-"""The asynchronous HTTP client of custom functions, against a server that drops connections."""
+"""The HTTP clients of engines, against servers that drop connections, make no sense, or send a byte now and then."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
 
 import pytest
 
-from miles_plugin.engines.sglang import AsyncHTTP, EngineError, SGLangEngine
+from miles_plugin.engines import sglang
+from miles_plugin.engines.http import HTTP, AsyncHTTP, EngineError, EngineTimeout
+from miles_plugin.engines.sglang import SGLangEngine
 
 OK = b'HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{"ok": 1}'
 BROKEN = b"HTTP/1.1 500 Oh\r\nContent-Length: 7\r\n\r\nno luck"
@@ -111,6 +115,8 @@ def test_an_engine_that_is_not_there_is_named_at_once() -> None:
     [
         "<html>502 from a proxy</html>",
         "[1, 2]",
+        "[1]",
+        '[{"output_ids": 1, "meta_info": []}]',
         "null",
         "{}",
         '{"ranks": 1, "remote_instance_transfer_engine_info": {}}',
@@ -143,5 +149,144 @@ def test_an_answer_that_makes_no_sense_is_an_engine_error(ask: Callable[[SGLangE
         finally:
             engine.close()
             server.close()
+
+    asyncio.run(run())
+
+
+BOUND = 0.1  # seconds
+DRIPS = {
+    "its head": b"HTTP/1.1 200 OK\r\nServer: ",
+    "its body": b"HTTP/1.1 200 OK\r\nContent-Length: 9999\r\n\r\n",
+    "": b"",
+}
+CALLS: dict[str, Callable[[SGLangEngine], object]] = {
+    "/generate": lambda engine: engine.generate([[1]], {}),
+    "/pause_generation": lambda engine: engine.pause("retract"),
+    "/continue_generation": SGLangEngine.resume,
+    "/flush_cache": SGLangEngine.flush_cache,
+    "/init_weights_update_group": lambda engine: engine.init_weights_group("127.0.0.1", 1, 1, 2, "name", "gloo"),
+    "/destroy_weights_update_group": lambda engine: engine.destroy_weights_group("name", BOUND),
+    "/begin_weight_update": SGLangEngine.begin_update,
+    "/update_weights_from_distributed": lambda engine: engine.receive_bucket([], [], [], "name", BOUND),
+    "/update_weights_from_disk": lambda engine: engine.load_checkpoint("/model", BOUND, 7),
+    "/end_weight_update": SGLangEngine.end_update,
+    "/update_weight_version": lambda engine: engine.stamp(7),
+    "/model_info": SGLangEngine.weight_version,
+    "/server_info": SGLangEngine.server_info,
+    "/weights_checker": SGLangEngine.checksums,
+    "/remote_instance_transfer_engine_info": lambda engine: engine.registered_memory(0),
+}
+
+
+class Dripping:
+    """A server that takes any request and never comes to the end of its answer, of which it sends byte after byte."""
+
+    def __init__(self, start: bytes) -> None:
+        self._start = start
+
+    async def __aenter__(self) -> str:
+        self._server = await asyncio.start_server(self._answer, "127.0.0.1", 0)
+        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(65536)
+        writer.write(self._start)
+        with suppress(ConnectionError):  # whoever asked has given up
+            while self._start:
+                writer.write(b"x")
+                await writer.drain()
+                await asyncio.sleep(BOUND / 10)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang, "GENERATE_SECONDS", BOUND)
+    monkeypatch.setattr(sglang, "_READY_SECONDS", BOUND)
+
+
+@pytest.mark.parametrize("start", DRIPS.values(), ids=DRIPS)
+def test_an_answer_that_drips_is_given_up_when_its_time_is_up_whatever_was_asked(start: bytes, impatient: None) -> None:
+    """A timeout of each read alone would never end it."""
+
+    async def run() -> None:
+        async with Dripping(start) as url:
+            engine = SGLangEngine(url, timeout=BOUND)
+
+            async def ask(path: str) -> None:
+                with pytest.raises(EngineTimeout) as caught:
+                    await asyncio.to_thread(CALLS[path], engine)
+                told = str(caught.value)
+                assert told.startswith(f"{url}{path}")
+                assert f": no whole answer within {BOUND} s; see in the engine's log" in told
+                assert caught.value.status is None
+
+            await asyncio.wait_for(asyncio.gather(*map(ask, CALLS)), 20)
+            assert not await asyncio.to_thread(engine.ready)
+            engine.close()
+
+    asyncio.run(run())
+
+
+def test_every_request_that_an_engine_can_be_sent_is_among_those() -> None:
+    """So that a new one comes with its bound."""
+    asked: list[str] = []
+
+    class Asked(Exception):
+        pass
+
+    class Recorder(HTTP):
+        def request(self, method: str, path: str, body: Any, seconds: float) -> bytes:
+            asked.append(path.partition("?")[0])
+            assert seconds > 0
+            raise Asked
+
+    engine = SGLangEngine("http://127.0.0.1:9")
+    engine._http = Recorder(engine.url)
+    methods = {name for name in vars(SGLangEngine) if not name.startswith("_")} - {"close", "ready"}
+    same = {"weight_version", "model_info"}  # of one endpoint
+    assert len(methods - same) + 1 == len(CALLS)
+    for call in CALLS.values():
+        with pytest.raises(Asked):
+            call(engine)
+    assert asked == list(CALLS)
+
+
+@pytest.mark.parametrize("start", DRIPS.values(), ids=DRIPS)
+def test_one_of_many_requests_that_drips_is_given_up_too(start: bytes) -> None:
+    async def run() -> None:
+        async with Dripping(start) as url:
+            http = AsyncHTTP(connections=1, seconds=BOUND)  # the second one waits for its turn, which is not counted
+            asked = [asyncio.create_task(http.post(f"{url}/generate", {})) for _ in range(2)]
+            await asyncio.wait_for(asyncio.wait(asked), 20)
+            for each in asked:
+                with pytest.raises(EngineTimeout, match=f"^{url}/generate: no whole answer within {BOUND} s; see in "):
+                    await each
+            await http.close()
+
+    asyncio.run(run())
+
+
+def test_a_request_that_is_taken_in_byte_by_byte_is_given_up_too() -> None:
+    """What a rollout asks for may be more than a connection holds."""
+
+    async def run() -> None:
+        ended = asyncio.Event()
+
+        async def sip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while not ended.is_set() and await reader.read(4096):
+                await asyncio.sleep(BOUND / 10)
+            writer.close()
+
+        server = await asyncio.start_server(sip, "127.0.0.1", 0, limit=4096)
+        engine = HTTP(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        body = {"input_ids": "1" * (16 << 20)}
+        with pytest.raises(EngineTimeout, match=f"/generate: no whole answer within {BOUND} s; see in "):
+            await asyncio.wait_for(asyncio.to_thread(engine.request, "POST", "/generate", body, BOUND), 20)
+        ended.set()
+        engine.close()
+        server.close()
 
     asyncio.run(run())

@@ -14,7 +14,8 @@ import pytest
 pytest.importorskip("torch", reason="the extra `train` is not installed")
 
 from miles_plugin.arguments_sources import load_config
-from miles_plugin.engines.sglang import AsyncHTTP, EngineError
+from miles_plugin.engines.http import AsyncHTTP
+from miles_plugin.engines.sglang import EngineError
 from miles_plugin.rollout import manager as manager_module
 from miles_plugin.rollout.manager import RolloutManager
 from miles_plugin.training.tiny_policy import build_model, build_tokenizer, save_checkpoint
