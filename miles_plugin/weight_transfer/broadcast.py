@@ -2,7 +2,7 @@
 
 While a bucket is on its way the next one is gathered, into the other of two pieces of memory, which stay: new memory
 costs a CPU more than the copy. An engine that fails while weights are sent breaks the group for
-all: whoever is left forms another and is sent everything again.
+all: whoever is left forms another and is sent everything again. So does one that does not join: `joiners.py` finds it.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import itertools
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 
 from miles_plugin.engines.fleet import EngineAddress
-from miles_plugin.engines.sglang import EngineError
 from miles_plugin.weight_transfer.group import Broken, Bucket, EngineGroup
+from miles_plugin.weight_transfer.joiners import Joiners, NotFormed
 from miles_plugin.weight_transfer.sources import NamedTensor, buckets
 from miles_plugin.weight_transfer.transfer import Bounds, Sent
 
@@ -35,27 +36,35 @@ class Broadcaster:
         self._address, self._name, self._backend = address, f"{name}-{secrets.token_hex(4)}", backend
         self._bucket_bytes, self._bounds = bucket_bytes, bounds
         self._numbers = itertools.count()
+        self._known: set[EngineAddress] = set()  # who was in the last group
         self._group: EngineGroup | None = None
         self._memory: list[torch.Tensor] = []  # two, of which one is sent from while the other is filled
 
     def connect(self, engines: Sequence[EngineAddress]) -> Mapping[str, str]:
-        """Form the process group, unless it is there, with just these engines in the same lives."""
-        if self._group is not None and self._group.engines == tuple(engines):
+        """Form the process group, unless it is there, with these engines in the same lives, or as many as form one."""
+        if self._is_with(engines):
             return {}
-        self.close()
-        failed: dict[str, str] = {}
-        for is_last in (False, True):
-            rest = [engine for engine in engines if engine.url not in failed]
+        joiners = Joiners(self._try, self._bounds.search)
+        group = joiners.most(engines, self._known)
+        if group and not self._is_with(group):  # another one was tried after it
             try:
-                self._group = self._form(rest)
-                break
-            except EngineError as error:
-                if is_last or len(rest) == 1:
-                    return failed | {engine.url: str(error) for engine in rest}
-                failed = self._alone(rest)
-            if len(failed) == len(rest):
-                break
-        return failed
+                self._try(group)
+            except NotFormed as error:
+                return joiners.failed | {engine.url: str(error) for engine in group}
+        self._known = set(group)
+        return joiners.failed
+
+    def _is_with(self, engines: Sequence[EngineAddress]) -> bool:
+        return self._group is not None and set(self._group.engines) == set(engines)
+
+    def _try(self, engines: Sequence[EngineAddress]) -> None:
+        """Form a group of just these engines; raises NotFormed."""
+        self.close()
+        name = f"{self._name}-{next(self._numbers)}"
+        # Alone nobody waits for others, and who hangs is found out sooner.
+        alone = min(self._bounds.alone, self._bounds.join)
+        bounds = self._bounds if len(engines) > 1 else replace(self._bounds, join=alone)
+        self._group = EngineGroup(engines, self._address, name, self._backend, bounds)
 
     def send(self, tensors: Iterable[NamedTensor]) -> Sent:
         """Broadcast all weights. After a failure the rest is taken, since other ranks gather it too, but not sent."""
@@ -99,19 +108,6 @@ class Broadcaster:
             memory = torch.empty(max(nbytes, self._bucket_bytes), dtype=torch.uint8, device=device)
         self._memory.append(memory)
         return Bucket.of(bucket, memory)
-
-    def _alone(self, engines: Sequence[EngineAddress]) -> dict[str, str]:
-        """Why which engines do not join; in a group of many only the first to refuse may show."""
-        failed = {}
-        for engine in engines:
-            try:
-                self._form([engine]).leave()
-            except EngineError as error:
-                failed[engine.url] = str(error)
-        return failed
-
-    def _form(self, engines: Sequence[EngineAddress]) -> EngineGroup:
-        return EngineGroup(engines, self._address, f"{self._name}-{next(self._numbers)}", self._backend, self._bounds)
 
 
 class Bystander:

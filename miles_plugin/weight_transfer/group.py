@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -16,6 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from miles_plugin.engines.fleet import EngineAddress
 from miles_plugin.engines.sglang import EngineError, SGLangEngine
+from miles_plugin.weight_transfer.joiners import NotFormed
 from miles_plugin.weight_transfer.sources import NamedTensor
 from miles_plugin.weight_transfer.transfer import Bounds
 from mooncake_store.bounded import bounded
@@ -65,7 +67,7 @@ class EngineGroup:
         backend: "gloo" or "nccl".
 
     Raises:
-        EngineError: an engine refused to join, or did not within `bounds.join`.
+        NotFormed: an engine refused to join, or did not within `bounds.join`.
     """
 
     def __init__(self, engines: Sequence[EngineAddress], address: str, name: str, backend: str, bounds: Bounds) -> None:
@@ -87,11 +89,16 @@ class EngineGroup:
             for job in joining:
                 job.result()
         except Exception as error:
-            reasons = [str(job.exception(timeout=0)) for job in joining if job.done() and job.exception()]
+            refusals = {
+                engine.url: str(failure)
+                for engine, job in zip(engines, joining, strict=True)
+                if job.done() and (failure := job.exception())
+            }
             self.leave()
-            raise EngineError(
+            raise NotFormed(
                 f"process group {name} of {size} ranks did not form within {bounds.join:.0f} s: "
-                f"{'; '.join(reasons) or error}"
+                f"{'; '.join(refusals.values()) or error}",
+                refusals.keys(),
             ) from error
 
     def send(self, bucket: Bucket) -> Mapping[str, str]:
@@ -103,12 +110,13 @@ class EngineGroup:
             Broken: the broadcast failed, and which engine is to blame does not show. The group is of no more use.
         """
         assert self._group is not None
-        seconds = self._bounds.bucket
+        # Longer than the broadcast: who waits for bytes in vain says so when it is given up, and is not to blame.
+        seconds = self._bounds.bucket + self._bounds.answer
         loading = [
             self._pool.submit(client.receive_bucket, bucket.names, bucket.dtypes, bucket.shapes, self._name, seconds)
             for client in self._clients
         ]
-        broken = self._broadcast(bucket.flat, loading, seconds)
+        broken = self._broadcast(bucket.flat, loading, self._bounds.bucket)
         refused = {engine.url for engine, job in zip(self.engines, loading, strict=True) if job.done()}
         if broken:
             self._drop()  # closes its connections, so that engines which still wait for bytes fail too
@@ -131,15 +139,17 @@ class EngineGroup:
         """Why the bytes did not get to all; empty when they did. An engine that says no ends the wait for others."""
         assert self._group is not None
         deadline = time.monotonic() + seconds
+        group = self._group
+        # With NCCL the first one connects, and returns when every engine has called it, too: that may be never.
+        sending = _in_background(lambda: group.broadcast(flat, 0))
         try:
-            work = self._group.broadcast(flat, 0)
-            while not work.is_completed():
+            while not (sending.done() and sending.result().is_completed()):
                 done, _ = wait(loading, _LOOK_SECONDS, FIRST_EXCEPTION)
                 if any(job.exception() for job in done):
                     return "an engine refused it"
                 if time.monotonic() > deadline:
                     return f"it took more than {seconds:.0f} s"
-            work.wait()
+            sending.result().wait()
         except RuntimeError as error:
             return str(error)
         return ""
@@ -162,6 +172,20 @@ def _leave(client: SGLangEngine, name: str) -> None:
     with suppress(EngineError):
         client.destroy_weights_group(name, _LEAVE_SECONDS)
     client.close()
+
+
+def _in_background(call: Callable[[], dist.Work]) -> Future[dist.Work]:
+    """Call it in a thread that does not keep the process from ending."""
+    outcome: Future[dist.Work] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except Exception as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="broadcast", daemon=True).start()
+    return outcome
 
 
 def _bounded(call: Callable[[], None]) -> None:

@@ -46,11 +46,14 @@ class UpdateFailed(EngineError):
 
 @dataclass(frozen=True)
 class Bounds:
-    """Seconds that engines get: to say that they are there, for a request, to join a process group, for a bucket."""
+    """Seconds that engines get: to say that they are there, for a request, to join a process group, to join one alone,
+    all together to find out who joins whom where not all do, for a bucket."""
 
     answer: float = 10.0
     call: float = 60.0
     join: float = 60.0
+    alone: float = 15.0
+    search: float = 300.0
     bucket: float = 300.0
 
 

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ CASES = [
     (mode, path, phase, do)
     for mode, own in MODES.items()
     for path, phase in (steps(mode) | own).items()
-    for do in ("status", "drop", "die", "hang", "stop")
+    for do in ("status", "drop", "die", "hang", "drip", "stop")
 ]
 # In every `make test`: each step once, and each way to fail.
 QUICK = {
@@ -68,7 +69,7 @@ QUICK = {
     ("p2p", "/continue_generation", "status"),
     ("p2p", "/pause_generation", "die"),
     ("p2p", "/weights_checker", "stop"),
-    ("disk-delta", "/update_weights_from_disk", "hang"),
+    ("disk-delta", "/update_weights_from_disk", "drip"),
 }
 
 
@@ -229,6 +230,26 @@ def assert_serves_no_mixture(engine: StandIn) -> None:
     thread.join(1)
     policies = [answer["meta_info"]["policy"] for answer in answers]
     assert all(policy is None or len(policy) == 1 for policy in policies), "None: those that it was started with"
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_an_engine_that_joins_alone_but_not_with_the_other_is_left_out(
+    bad: int, engines: Engines, open_updater: Callable[..., Updater]
+) -> None:
+    """Both wait when they are to join together; the one that says no is to blame, wherever it stands."""
+    updater = open_updater("broadcast", bounds=replace(BOUNDS, join=2))
+    culprit, good = engines.standing[bad], engines.standing[1 - bad]
+    for after in (1, 3):  # of its calls the second one is to join alone
+        culprit.fault("/init_weights_update_group", "status", after=after)
+    update = engines.update(updater)
+    assert update.confirmed == (good.url,)
+    ((url, phase, reason),) = [(left.url, left.phase, left.reason) for left in update.left]
+    assert (url, phase) == (culprit.url, "prepare")
+    assert f"joins a process group alone; with {good.url}: " in reason
+    assert f"{culprit.url}/init_weights_update_group: HTTP 500" in reason
+    assert engines.served(1 - bad) == (str(update.version), [value_of(update.version)])
+    engines.heal()
+    assert not engines.update(updater, life=1).left
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -10,6 +12,7 @@ torch = pytest.importorskip("torch", reason="the extra `train` is not installed"
 pytest.importorskip("transformers", reason="the extra `train` is not installed")
 
 from miles_plugin.engines.fleet import EngineAddress  # noqa: E402
+from miles_plugin.engines.sglang import EngineError  # noqa: E402
 from miles_plugin.weight_transfer.broadcast import Broadcaster  # noqa: E402
 from miles_plugin.weight_transfer.group import Bucket, EngineGroup  # noqa: E402
 
@@ -53,3 +56,31 @@ def test_the_next_bucket_is_gathered_while_one_is_sent(number: int) -> None:
     assert (sent.nbytes, sent.failed, sent.broken) == (8 * number, {}, "")
     assert group.sent == [([f"w{index}"], [index] * 8) for index in range(number)], "as it was when it was gathered"
     broadcaster.close()
+
+
+class Connecting:
+    """In place of torch's process group, one whose first broadcast does not return before every engine takes part."""
+
+    def __init__(self, taken: threading.Event) -> None:
+        self._taken = taken
+
+    def broadcast(self, _flat: Any, root: int) -> Any:
+        assert root == 0
+        self._taken.wait(PATIENCE)
+        return cast(Any, SimpleNamespace(is_completed=lambda: True, wait=lambda: None))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "why"), [("hangs", "it took more than 0 s"), ("refuses", "an engine refused it"), ("takes part", "")]
+)
+def test_a_broadcast_that_connects_first_is_bounded_and_ends_with_a_refusal(outcome: str, why: str) -> None:
+    taken, loading = threading.Event(), Future[None]()
+    group = object.__new__(EngineGroup)
+    group._group = cast(Any, Connecting(taken))
+    if outcome == "refuses":
+        loading.set_exception(EngineError("no"))
+    elif outcome == "takes part":
+        taken.set()
+    seconds = 0.05 if outcome == "hangs" else PATIENCE
+    assert group._broadcast(torch.zeros(1), [loading], seconds) == why
+    taken.set()
