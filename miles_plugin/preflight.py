@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from miles_plugin.arguments import FullyAsyncArguments, TrainConfig
 from miles_plugin.checkpoint import check_save, check_writable, find
@@ -43,6 +44,7 @@ def check(config: TrainConfig) -> Plan:
     _check_packages(config)
     check_tracking(config)
     _check_cache(config)
+    _check_ranks(config)
     _check_layout_is_known(config)
     if config.update_weight_transfer_mode == "disk-delta":
         from miles_plugin.weight_transfer.disk_delta.opened import check_settings
@@ -245,21 +247,50 @@ def _check_cache(config: TrainConfig) -> None:
     check_cache(config)
 
 
+def _check_ranks(config: TrainConfig) -> None:
+    """An engine whose model cannot be shared out to its ranks ends while it starts, with an assertion in its log."""
+    from miles_plugin.weight_transfer.dimensions import Uneven
+    from miles_plugin.weight_transfer.layout import check_ranks
+
+    ranks = config.rollout_num_gpus_per_engine
+    model = _model(config)
+    if model is None:
+        return
+    policy = config.hf_checkpoint or (
+        f"the tiny policy (tiny_hidden_size={config.tiny_hidden_size}, tiny_num_experts={config.tiny_num_experts})"
+    )
+    try:
+        check_ranks(model, ranks)
+    except Uneven as error:
+        raise ConfigError(f"rollout_num_gpus_per_engine={ranks} with {policy}: {error}") from error
+
+
+def _model(config: TrainConfig) -> Any:
+    """The policy's config; None where it cannot be read, which `check_data` says better."""
+    from transformers import AutoConfig
+
+    from miles_plugin.training.tiny_policy import build_config
+
+    if config.hf_checkpoint is None:
+        return build_config(config.tiny_hidden_size, config.tiny_num_layers, config.tiny_num_experts)
+    try:
+        return AutoConfig.from_pretrained(config.hf_checkpoint)
+    except (OSError, ValueError):
+        return None
+
+
 def _check_layout_is_known(config: TrainConfig) -> None:
     """p2p writes into the engines' memory, checksums are of it; of the tiny policy the place there is known."""
     mode = config.update_weight_transfer_mode
     needed_by = "update_weight_transfer_mode=p2p" if mode == "p2p" else "check_weight_update_equal=True"
     if config.hf_checkpoint is None or not (mode == "p2p" or config.check_weight_update_equal):
         return
-    from transformers import AutoConfig
-
     from miles_plugin.training.policy import WEIGHT_DTYPE
     from miles_plugin.weight_transfer.layout import Layout
 
-    try:
-        model = AutoConfig.from_pretrained(config.hf_checkpoint)
-    except (OSError, ValueError):
-        return  # check_data says it better
+    model = _model(config)
+    if model is None:
+        return
     try:
         Layout(model, config.rollout_num_gpus_per_engine, WEIGHT_DTYPE)
     except ConfigError as error:

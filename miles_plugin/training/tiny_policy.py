@@ -44,7 +44,13 @@ def build_model(hidden_size: int, num_layers: int, seed: int, num_experts: int =
     Raises:
         ConfigError: fewer experts than a token is sent to.
     """
+    config = build_config(hidden_size, num_layers, num_experts)
     torch.manual_seed(seed)
+    return Qwen3MoeForCausalLM(config) if num_experts else Qwen3ForCausalLM(config)
+
+
+def build_config(hidden_size: int, num_layers: int, num_experts: int = 0) -> Qwen3Config | Qwen3MoeConfig:
+    """What `build_model` makes a model of; raises what it does."""
     heads = max(1, hidden_size // _HEAD_DIM)
     shape: dict[str, Any] = {
         "vocab_size": _VOCABULARY,
@@ -61,7 +67,7 @@ def build_model(hidden_size: int, num_layers: int, seed: int, num_experts: int =
         "bos_token_id": None,
     }
     if num_experts == 0:
-        return Qwen3ForCausalLM(Qwen3Config(**shape))
+        return Qwen3Config(**shape, architectures=["Qwen3ForCausalLM"])
     if num_experts < _EXPERTS_PER_TOKEN:
         raise ConfigError(
             f"tiny_num_experts={num_experts}: each token is sent to {_EXPERTS_PER_TOKEN} experts; set it to "
@@ -73,7 +79,7 @@ def build_model(hidden_size: int, num_layers: int, seed: int, num_experts: int =
         "moe_intermediate_size": hidden_size * 4 // _EXPERTS_PER_TOKEN,
         "norm_topk_prob": True,
     }
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts))
+    return Qwen3MoeConfig(**shape, **experts, architectures=["Qwen3MoeForCausalLM"])
 
 
 def save_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:

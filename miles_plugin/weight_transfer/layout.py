@@ -2,7 +2,7 @@
 
 Hugging Face has one tensor for each projection; SGLang 0.5.23 fuses those that read the same input into one parameter
 and cuts it across its ranks. `ARCHITECTURES` says how, as a table: a `Rule` for each weight, whose shape is written in
-`DIMENSIONS`, which know how ranks share them out. To add an architecture is to add its rules:
+`DIMENSIONS`, which know how ranks share them out (`dimensions.py`). To add an architecture is to add its rules:
 
     q_proj [query, hidden], k_proj [key_value, hidden], v_proj [key_value, hidden]  ->  qkv_proj
     o_proj [hidden, query]                                                          ->  o_proj
@@ -14,17 +14,14 @@ rank takes of one weight is contiguous in its own memory, so one narrow of the s
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from itertools import pairwise
 from math import prod
-from typing import Any
 
 import torch
 
+from miles_plugin.weight_transfer.dimensions import DIMENSIONS, Config, Dimension, Uneven
 from mooncake_store.errors import ConfigError
 
-Config = Any  # transformers.PreTrainedConfig, with the defaults that SGLang reads too
 USE_BROADCAST = "use --update-weight-transfer-mode broadcast, where the engine places weights itself"
-_VOCABULARY_ALIGNMENT = 64
 
 
 class LayoutMismatch(ConfigError):
@@ -63,81 +60,6 @@ class Parameter:
     @property
     def numel(self) -> int:
         return prod(self.shape)
-
-
-@dataclass(frozen=True)
-class Dimension:
-    """One axis of a weight.
-
-    size: in the checkpoint. held: on each rank, padding included. spans: by rank, the (start, length) that it holds.
-    """
-
-    size: int
-    held: int
-    spans: tuple[tuple[int, int], ...]
-
-    @property
-    def is_whole(self) -> bool:
-        return all(span == (0, self.size) for span in self.spans)
-
-
-def whole(size: int, tp: int) -> Dimension:
-    """Every rank has all of it."""
-    return Dimension(size, size, ((0, size),) * tp)
-
-
-def even(field: str, count: int, tp: int, width: int = 1) -> Dimension:
-    """`count` units of `width`, equally many to each rank."""
-    if count % tp:
-        raise _uneven(field, count, tp, "a divisor of it")
-    held = count // tp * width
-    return Dimension(count * width, held, tuple((rank * held, held) for rank in range(tp)))
-
-
-def key_value(config: Config, tp: int) -> Dimension:
-    """Heads that ranks share out while there are enough, and hold copies of beyond that."""
-    heads: int = config.num_key_value_heads
-    if heads >= tp:
-        return even("num_key_value_heads", heads, tp, head_dim(config))
-    if tp % heads:
-        raise _uneven("num_key_value_heads", heads, tp, "a divisor or a multiple of it")
-    copies, width = tp // heads, head_dim(config)
-    return Dimension(heads * width, width, tuple((rank // copies * width, width) for rank in range(tp)))
-
-
-def vocabulary(config: Config, tp: int) -> Dimension:
-    """Rows padded to a multiple of 64 and cut evenly: the last ranks may hold few or none. Padding is never written."""
-    size: int = config.vocab_size
-    padded = -(-size // _VOCABULARY_ALIGNMENT) * _VOCABULARY_ALIGNMENT
-    if padded % tp:
-        alignment = _VOCABULARY_ALIGNMENT * tp
-        padded = -(-size // alignment) * alignment
-    held = padded // tp
-    starts = [min(rank * held, size) for rank in range(tp + 1)]
-    return Dimension(size, held, tuple((start, end - start) for start, end in pairwise(starts)))
-
-
-def _uneven(field: str, count: int, tp: int, allowed: str) -> ConfigError:
-    return ConfigError(
-        f"{field}={count} of the model cannot be shared out to {tp} ranks evenly; set rollout_num_gpus_per_engine to "
-        f"{allowed}"
-    )
-
-
-def head_dim(config: Config) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-DIMENSIONS: Mapping[str, Callable[[Config, int], Dimension]] = {
-    "hidden": lambda config, tp: whole(config.hidden_size, tp),
-    "head": lambda config, tp: whole(head_dim(config), tp),
-    "query": lambda config, tp: even("num_attention_heads", config.num_attention_heads, tp, head_dim(config)),
-    "key_value": key_value,
-    "mlp": lambda config, tp: even("intermediate_size", config.intermediate_size, tp),
-    "experts": lambda config, tp: whole(config.num_experts, tp),
-    "expert_mlp": lambda config, tp: even("moe_intermediate_size", config.moe_intermediate_size, tp),
-    "vocabulary": vocabulary,
-}
 
 
 def has_attention_bias(config: Config) -> bool:
@@ -399,9 +321,38 @@ def check_served(layout: Layout, server_info: Mapping[str, object], engine: str)
             )
 
 
+def check_ranks(config: Config, tp: int) -> None:
+    """Raise Uneven unless SGLang can share out a model of `ARCHITECTURES` to `tp` ranks; of others nothing is known.
+
+    The message has all that cannot be shared out, and how many ranks are allowed. On a CPU SGLang would pad most of it,
+    by heads that compute nothing; that is refused, too.
+    """
+    if not (problems := _unshared(config, tp)):
+        return
+    allowed = [ranks for ranks in range(1, config.num_attention_heads + 1) if not _unshared(config, ranks)]
+    raise Uneven(f"{'; '.join(problems)}: of this model {', '.join(map(str, allowed))} ranks are allowed")
+
+
+def _unshared(config: Config, tp: int) -> list[str]:
+    """What of the model cannot be shared out to `tp` ranks."""
+    architecture = ARCHITECTURES.get(_name(config))
+    names = {axis for rule in architecture.rules for axis in rule.shape} if architecture is not None else ()
+    problems = []
+    for name in sorted(names):
+        try:
+            DIMENSIONS[name](config, tp)
+        except Uneven as error:
+            problems.append(str(error))
+    return problems
+
+
+def _name(config: Config) -> str:
+    return str(next(iter(config.architectures or ()), None))
+
+
 def _rules(config: Config) -> tuple[str, list[Rule]]:
     """The architecture's name, and its rules that hold for this config."""
-    name = str(next(iter(config.architectures or ()), None))
+    name = _name(config)
     if name not in ARCHITECTURES:
         raise ConfigError(
             f"architecture {name}: where its weights lie in SGLang's memory is not known; known are "

@@ -83,6 +83,24 @@ def test_what_cannot_work_is_refused(
         plan(*argv, gpus=gpus, monkeypatch=monkeypatch)
 
 
+@pytest.mark.parametrize(
+    ("policy", "allowed"), [((), [1, 2, 4, 8]), (("--tiny-num-experts", "4"), [1, 2, 4])], ids=["dense", "experts"]
+)
+def test_an_engine_has_as_many_ranks_as_its_model_can_be_shared_out_to(
+    policy: tuple[str, ...], allowed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for ranks in range(1, 9):
+        flags = [*policy, "--rollout-num-gpus-per-engine", str(ranks), "--rollout-num-gpus", str(ranks)]
+        if ranks in allowed:
+            plan(*flags, monkeypatch=monkeypatch)
+            continue
+        with pytest.raises(ConfigError) as caught:
+            plan(*flags, monkeypatch=monkeypatch)
+        said = str(caught.value)
+        assert said.startswith(f"rollout_num_gpus_per_engine={ranks} with the tiny policy (tiny_hidden_size=")
+        assert said.endswith(f": of this model {', '.join(map(str, allowed))} ranks are allowed")
+
+
 def test_a_local_job_needs_one_segment_that_is_not_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     tcp = ["--mooncake-store-init-kwargs", '{"protocol": "tcp"}']
     with pytest.raises(ConfigError, match="mooncake_replica_num=3: object_store_backend=ray keeps one copy"):

@@ -16,6 +16,7 @@ from miles_plugin.weight_transfer.layout import (  # noqa: E402
     Layout,
     LayoutMismatch,
     Placement,
+    check_ranks,
     check_registered,
     check_served,
 )
@@ -62,7 +63,7 @@ def layouts(draw: st.DrawFn) -> tuple[Any, int]:
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=draw(st.sampled_from([2, 4, 6])),
-        num_experts=draw(st.integers(1, 4)),
+        num_experts=tp + draw(st.integers(0, 3)),
         attention_bias=draw(st.booleans()),
         tie_word_embeddings=dense and draw(st.booleans()),
     )
@@ -89,6 +90,59 @@ def test_every_element_of_every_parameter_is_written_once_and_padding_never(made
                 assert (rows[held:] == 0).all()
             else:
                 assert (counts == 1).all(), name
+
+
+def sglang_serves(config: Any, tp: int) -> bool:
+    """What SGLang 0.5.23 asserts of these architectures: of attention, of linear layers, of experts."""
+    heads, kv = config.num_attention_heads, config.num_key_value_heads
+    if heads % tp or (kv % tp if kv >= tp else tp % kv):
+        return False
+    if config.architectures == ["Qwen3MoeForCausalLM"]:
+        return bool(tp <= config.num_experts and config.moe_intermediate_size % tp == 0)
+    return bool(config.intermediate_size % tp == 0)
+
+
+SIZES = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 24])
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.sampled_from(sorted(ARCHITECTURES)), SIZES, st.integers(1, 3), SIZES, st.integers(1, 8))
+def test_ranks_are_refused_to_which_sglang_cannot_share_a_model_out_and_no_others(
+    architecture: str, kv_heads: int, heads_of_each: int, width: int, num_experts: int
+) -> None:
+    config = make_config(
+        architecture, num_attention_heads=kv_heads * heads_of_each, num_key_value_heads=kv_heads,
+        hidden_size=kv_heads * heads_of_each * 5, intermediate_size=width, moe_intermediate_size=width,
+        num_experts=num_experts,
+    )  # fmt: skip
+    served = [tp for tp in range(1, 9) if sglang_serves(config, tp)]
+    for tp in range(1, 9):
+        if tp in served:
+            check_ranks(config, tp)
+            Layout(config, tp, BF16)
+            continue
+        with pytest.raises(ConfigError, match=f" {tp} ranks.*: of this model .* ranks are allowed$") as caught:
+            check_ranks(config, tp)
+        allowed = str(caught.value).rpartition(": of this model ")[2].removesuffix(" ranks are allowed").split(", ")
+        assert [int(each) for each in allowed if int(each) < 9] == served
+        with pytest.raises(ConfigError):
+            Layout(config, tp, BF16)
+
+
+def test_all_that_cannot_be_shared_out_is_named_with_its_number() -> None:
+    config = make_config("Qwen3MoeForCausalLM")
+    with pytest.raises(ConfigError) as caught:
+        check_ranks(config, 5)
+    for said in (
+        "num_attention_heads=12 cannot be shared out to 5 ranks evenly; allowed is a divisor of it",
+        "num_key_value_heads=6 cannot", "moe_intermediate_size=36 cannot",
+        "num_experts=3 are fewer than 5 ranks", "of this model 1, 2, 3 ranks are allowed",
+    ):  # fmt: skip
+        assert said in str(caught.value)
+
+
+def test_of_an_architecture_that_is_not_in_the_table_no_ranks_are_refused() -> None:
+    check_ranks(transformers.Gemma2Config(architectures=["Gemma2ForCausalLM"]), 7)
 
 
 @settings(deadline=None, max_examples=60)
@@ -192,11 +246,11 @@ def test_unknown_weights_and_other_shapes_are_refused_by_name() -> None:
         ({"mlp_bias": True}, 1, "mlp_bias=True"),
         ({}, 5, "num_attention_heads=12|num_key_value_heads=6"),
         ({"num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 12}, 8, "intermediate_size=12"),
-        ({"num_attention_heads": 12, "num_key_value_heads": 4}, 3, "num_key_value_heads=4 of the model"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 4}, 3, "num_key_value_heads=4 cannot be shared out"),
         (
             {"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 24},
             6,
-            "num_key_value_heads=4 of the model",
+            "num_key_value_heads=4 cannot be shared out",
         ),
     ],
 )
