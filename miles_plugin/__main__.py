@@ -1,5 +1,6 @@
 """The console script. It imports next to nothing before signals are handled: the command's imports take a while."""
 
+import gc
 import sys
 
 from miles_plugin import interrupt
@@ -10,7 +11,9 @@ def main() -> int:
     interrupt.install()
     from miles_plugin.cli import main as command
 
-    return command()
+    status = command()
+    gc.freeze()  # or Python, while it ends, looks for seconds for cycles among all that was imported
+    return status
 
 
 if __name__ == "__main__":

@@ -79,6 +79,7 @@ def local_cluster(rollout: NodeSpec, trainers: Sequence[NodeSpec]) -> Iterator[L
     import ray
     from ray.cluster_utils import Cluster
 
+    _keep_sigterm()
     cluster = Cluster(initialize_head=True, head_node_args=_node_args(ROLLOUT_NODE, rollout))
     nodes = {ROLLOUT_NODE: cluster.head_node}
     try:
@@ -97,6 +98,7 @@ def connect(address: str) -> None:
     import ray
 
     _keep_colorama_quiet()
+    _keep_sigterm()
     logging.getLogger("ray").setLevel(logging.ERROR)
     on_sigterm = signal.getsignal(signal.SIGTERM)
     ray.init(
@@ -105,8 +107,19 @@ def connect(address: str) -> None:
         logging_level=logging.ERROR,
         runtime_env={"env_vars": {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}},
     )
-    # Ray's own SIGTERM handler dumps native stacks; the caller's ends the job in order.
+    # Ray's native code has put a handler of its own below Python's, which dumps stacks and aborts.
     signal.signal(signal.SIGTERM, on_sigterm)
+
+
+def _keep_sigterm() -> None:
+    """Leave SIGTERM to this process, which ends the job in order.
+
+    Ray takes it whenever it starts a node, to wait half a minute for that node to drain, and then exit with status 1.
+    Given back afterwards, it would be Ray's for the seconds that a node takes to start.
+    """
+    from ray._private import utils
+
+    utils.set_sigterm_handler = lambda _handler: None
 
 
 def _keep_colorama_quiet() -> None:

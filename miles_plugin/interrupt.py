@@ -5,13 +5,15 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     import psutil
 
+_LOOK_SECONDS = 0.05
 _in_order = False
 _handled = False
 
@@ -88,11 +90,10 @@ class Descendants:
         import psutil
 
         self.note()
-        _, left = psutil.wait_procs(self._noted, timeout=patience)
-        for process in left:
+        for process in (left := _left_after(self._noted, patience)):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(left, timeout=patience)
+        _left_after(left, patience)
 
 
 @contextlib.contextmanager
@@ -117,6 +118,16 @@ def kill_descendants() -> None:
                 process.kill()
         _, alive = psutil.wait_procs(left, timeout=1.0)
         dying = {process for process in alive if not _is_zombie(process)}
+
+
+def _left_after(processes: "Iterable[psutil.Process]", seconds: float) -> "set[psutil.Process]":
+    """Which have not ended by then. Where nobody reaps orphans they stay as zombies, which are not waited for."""
+    deadline = time.monotonic() + seconds
+    while left := {process for process in processes if process.is_running() and not _is_zombie(process)}:
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(_LOOK_SECONDS)
+    return left
 
 
 def _is_zombie(process: "psutil.Process") -> bool:

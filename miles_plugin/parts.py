@@ -28,6 +28,8 @@ from mooncake_store.process import tail
 
 # Seconds between looks at the parts while the job waits for one of them.
 _CHECK_SECONDS = 1.0
+# Seconds that Ray waits without a pause, in which Python handles no signal.
+_WAIT_SECONDS = 0.2
 # Seconds that the manager gets to answer, and the engines to end.
 _ABANDON_SECONDS = 5.0
 # Seconds that a dying engine gets to be seen dead.
@@ -172,15 +174,18 @@ class Parts:
         import ray
 
         pending = {reference: part for part, reference in calls}
-        started = time.monotonic()
+        started = looked = time.monotonic()
         while pending:
-            ready, _ = ray.wait(list(pending), timeout=_CHECK_SECONDS)
+            ready, _ = ray.wait(list(pending), timeout=_WAIT_SECONDS)
             # Also when calls are answered: actors go on for a while without their raylet (ray 2.60).
             self._watch.check_if_due()
+            if not ready and time.monotonic() < looked + _CHECK_SECONDS:
+                continue
+            looked = time.monotonic()
             if tick is not None:
                 tick()
             if self._manager in pending.values():  # which is what runs them
-                self._slow.look(time.monotonic() - started)
+                self._slow.look(looked - started)
             for reference in ready:
                 part = pending.pop(reference)
                 try:
@@ -339,6 +344,8 @@ def start_parts(
         finally:
             descendants.note()  # once its parent is gone, a process is no descendant any more
             parts.abandon()
+            if holder is not None:  # nobody is left who reads from it; it ends while Ray does
+                holder.end()
 
 
 def _where(config: TrainConfig, plan: Plan) -> str:

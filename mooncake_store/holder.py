@@ -377,6 +377,10 @@ class RunningHolder:
                 f"{self._process.log_tail()}"
             )
 
+    def end(self) -> None:
+        """Begin to end it, which takes Mooncake seconds; `stop` waits for that."""
+        self._process.end()
+
     def stop(self) -> None:
         """End it and give its memory back; idempotent."""
         self._process.stop()

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _GUARD = Path(__file__).with_name("process_guard.py")
-_GUARD_GRACE_SECONDS = 3.0
+GRACE_SECONDS = 3.0
+_KILLED_SECONDS = 5.0  # for what was killed to be gone
 
 
 class ManagedProcess:
@@ -18,15 +19,22 @@ class ManagedProcess:
         command: program and arguments.
         log: file that gets the command's output, appended; parent directories are made.
         env: environment of the command, instead of this process's own.
+        grace: seconds that it gets to end by itself; 0: it has nothing to put in order, and is killed at once.
     """
 
-    def __init__(self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
-        self.name = name
-        self.log = log
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        grace: float = GRACE_SECONDS,
+    ) -> None:
+        self.name, self.log, self._grace = name, log, grace
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             self._relay = subprocess.Popen(
-                [sys.executable, "-S", "-E", str(_GUARD), *command],
+                [sys.executable, "-S", "-E", str(_GUARD), str(grace), *command],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
@@ -43,12 +51,16 @@ class ManagedProcess:
         """The last lines of the log."""
         return tail(self.log, lines)
 
-    def stop(self) -> None:
-        """End the command and its descendants; idempotent. Returns within about 6 seconds."""
+    def end(self) -> None:
+        """Begin to end the command and its descendants, without waiting for that; idempotent."""
         if self._relay.stdin is not None and not self._relay.stdin.closed:
             self._relay.stdin.close()
+
+    def stop(self) -> None:
+        """End the command and its descendants; idempotent. Returns within its grace and about 5 seconds."""
+        self.end()
         try:
-            self._relay.wait(_GUARD_GRACE_SECONDS + 3.0)
+            self._relay.wait(self._grace + _KILLED_SECONDS)
         except subprocess.TimeoutExpired:
             self._relay.kill()
             self._relay.wait()

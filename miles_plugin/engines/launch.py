@@ -155,5 +155,7 @@ def _cores_by_rank(ranks: int) -> str:
 
 def _start(spec: EngineSpec) -> RunningEngine:
     http, rendezvous, bootstrap = free_ports(3, spec.host)
-    process = ManagedProcess("sglang", command(spec, (http, rendezvous, bootstrap)), spec.log, environment(spec))
+    started_with, environ = command(spec, (http, rendezvous, bootstrap)), environment(spec)
+    # Told to end, its server looks every five seconds whether requests are left, of which none is wanted any more.
+    process = ManagedProcess("sglang", started_with, spec.log, environ, grace=0.0)
     return RunningEngine(SGLangEngine(f"http://{spec.host}:{http}"), process, spec.ranks)

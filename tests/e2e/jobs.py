@@ -8,7 +8,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,15 @@ class Marked:
             except OSError:
                 continue
         return found
+
+    def shared_memory(self) -> list[Path]:
+        """Files in /dev/shm that they have mapped now."""
+        inodes = set()
+        for pid in self.processes():
+            with suppress(OSError):
+                lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+                inodes |= {int(line.split()[4]) for line in lines if " /dev/shm/" in line}
+        return [path for path in Path("/dev/shm").iterdir() if path.stat().st_ino in inodes]
 
 
 @contextmanager

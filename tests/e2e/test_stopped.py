@@ -106,8 +106,8 @@ def test_a_job_goes_on_when_a_master_that_is_not_its_own_is_killed_and_restarted
     assert "it was restarted" in (run / "logs" / "segment-holder.log").read_text()
 
 
-@pytest.mark.parametrize("how", ["ctrl-c twice", "terminated", "killed"])
-def test_a_job_that_is_stopped_leaves_a_report_and_no_process(
+@pytest.mark.parametrize("how", ["ctrl-c twice", "killed"])
+def test_a_job_that_is_stopped_at_once_leaves_a_report_and_no_process(
     how: str, checkpoint: Path, tmp_path: Path, marked: Marked
 ) -> None:
     run, output = tmp_path / "run", tmp_path / "output"
@@ -119,17 +119,34 @@ def test_a_job_that_is_stopped_leaves_a_report_and_no_process(
             job.send_signal(signal.SIGINT)
             assert job.wait(timeout=60) == 130
             assert not marked.processes(), "at once: nothing is left when the command returns"
-        elif how == "terminated":
-            job.send_signal(signal.SIGTERM)
-            assert job.wait(timeout=60) == 130
-            assert "interrupted" in output.read_text()
-            assert not marked.processes()
         else:
             job.kill()
             assert job.wait(timeout=60) == -signal.SIGKILL
     assert "Traceback" not in output.read_text()
     report = read_report(run)
-    assert report["status"].startswith("stopped") if how == "terminated" else report["status"] == "running"
+    assert report["status"] == "running"
+    assert len(steps_of(report)) >= 2
+
+
+@pytest.mark.parametrize("phase", ["generate", "train", "update"])
+def test_a_job_that_is_told_to_end_leaves_a_report_no_process_and_no_shared_memory(
+    phase: str, checkpoint: Path, tmp_path: Path, marked: Marked
+) -> None:
+    """In the midst of whatever it does, and without waiting for the end of that."""
+    run, output = tmp_path / "run", tmp_path / "output"
+    with running([*small_job(checkpoint, run), "--log-format", "json"], marked, output) as job:
+        await_output(job, output, f'"rollout_id": 2, "phase": "{phase}"')
+        shared = marked.shared_memory()
+        assert shared, "SGLang has some"
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(timeout=20) == 130
+        assert not marked.processes()
+        assert not [path for path in shared if path.exists()]
+    assert "interrupted" in output.read_text()
+    assert "Traceback" not in output.read_text()
+    assert "SIGTERM received" not in output.read_text(), "Ray would dump its stacks"
+    report = read_report(run)
+    assert report["status"] == "stopped: interrupted"
     assert len(steps_of(report)) >= 2
 
 

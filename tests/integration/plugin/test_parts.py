@@ -217,15 +217,18 @@ def test_a_killed_raylet_is_named_though_its_actors_still_answer(parts: Parts, c
 
 
 CLUSTER_THAT_LOSES_A_WORKER = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
 from miles_plugin.cluster import NodeSpec, local_cluster
 from miles_plugin.report.console import ClaimedStdout
 
 said = Path(sys.argv[1])
 claimed = ClaimedStdout("utf-8")
+signal.signal(signal.SIGTERM, lambda *_: print("told to end", file=sys.stderr, flush=True))
 with local_cluster(NodeSpec(1), []):
     import ray
+
+    os.kill(os.getpid(), signal.SIGTERM)
 
     class Dying:
         def die(self):
@@ -242,7 +245,7 @@ claimed.release()
 """
 
 
-def test_ray_leaves_standard_output_alone_and_uses_no_colours(tmp_path: Path) -> None:
+def test_ray_leaves_standard_output_and_sigterm_alone_and_uses_no_colours(tmp_path: Path) -> None:
     """On a terminal too, and when a worker has died, of which Ray tells."""
     said = tmp_path / "stderr"
     terminal, stdout = pty.openpty()
@@ -258,6 +261,8 @@ def test_ray_leaves_standard_output_alone_and_uses_no_colours(tmp_path: Path) ->
     os.close(terminal)
     assert "(raylet" in said.read_text()
     assert "\x1b" not in said.read_text()
+    assert said.read_text().count("told to end") == 1
+    assert "SIGTERM received" not in said.read_text(), "Ray would dump its stacks and abort"
 
 
 def test_one_device_name_for_different_nodes_is_warned_about() -> None:

@@ -1,5 +1,6 @@
 """The command: its help, its exit statuses, and completion as a shell does it."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_plugin import cli
+from miles_plugin import __main__, cli
 from miles_plugin.arguments import TrainConfig
 
 
@@ -34,6 +35,17 @@ def test_help_names_every_command_and_each_has_its_own(capsys: pytest.CaptureFix
             assert action.help, f"{name} {action.dest} says nothing"
             if action.option_strings and action.dest not in ("help", "config"):
                 assert "(default: " in action.help or "default" in action.help, action.dest
+
+
+def test_the_command_ends_without_a_search_for_cycles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among all that a job has imported it takes seconds, after everything has been stopped."""
+    monkeypatch.setattr("miles_plugin.interrupt.install", lambda: None)
+    monkeypatch.setattr(cli, "main", lambda: 3)
+    try:
+        assert __main__.main() == 3
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
 
 
 @pytest.mark.parametrize("argv", [[], ["trian"], ["completion", "fishy"], ["report"], ["sweep"]])
