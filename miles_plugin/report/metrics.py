@@ -4,7 +4,8 @@ Each prefix has its own step: `rollout/*` and `perf/*` count rollouts, `eval/*` 
 miles has no name for is ours, under the same prefixes: perf/train_tokens_per_sec, perf/store_*, rollout/samples,
 rollout/weight_version/* (requested: when the rollout began; served: after the update; newest: the newest number given
 out when the samples were ready, served or not; lag: of the oldest sample behind the newest served when it was trained
-on; requested_lag, newest_lag: behind those), perf/update_weights_<phase>_time, rollout/engines and /engines_left.
+on; requested_lag, newest_lag: behind those), perf/update_weights_<phase>_time, with an update also the lags that it
+answers, perf/update_weights_{requested,served,newest}_lag, rollout/engines and /engines_left.
 """
 
 from pathlib import Path
@@ -66,6 +67,9 @@ def step_metrics(arm: Arm, index: int, config: dict[str, Any]) -> dict[str, floa
             for phase in update.seconds
         }
         metrics["perf/update_weights_density"] = update.density
+        metrics["perf/update_weights_requested_lag"] = arm.requested_lag(index)
+        metrics["perf/update_weights_served_lag"] = arm.version_lag(index)
+        metrics["perf/update_weights_newest_lag"] = arm.newest_lag(index)
         metrics["rollout/engines"] = len(update.engines)
         metrics["rollout/engines_left"] = len(update.left)
     metrics |= {_NBYTES.get(kind, f"perf/{kind}_bytes"): value for kind, value in step.nbytes.items()}

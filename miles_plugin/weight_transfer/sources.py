@@ -6,7 +6,7 @@ of a model under FSDP2, `named_weights` of a state dict or of whatever another t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -31,12 +31,18 @@ def full_parameters(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[Name
     One parameter is gathered at a time, and cast when it is whole. In memory transformers may hold several weights of a
     checkpoint as one parameter: all experts of a layer are `mlp.experts.gate_up_proj` [experts, 2 x width, hidden].
     Engines load `mlp.experts.0.gate_proj.weight`, ..., and skip names that they do not know without a word. A tied
-    parameter comes once, under the first of its names.
+    parameter comes once, under the first of its names; so do two that should be one, where something has untied them.
 
     Raises:
         NotImplementedError: several parameters make up one weight of the checkpoint.
-        CopiesDiffer: ranks that hold copies of a parameter hold different ones.
+        CopiesDiffer: ranks that hold copies of a parameter hold different ones, or two parameters that are tied differ.
     """
+    names = {name for name, _ in model.named_parameters()}
+    two = {copy: original for copy, original in tied_weights(model).items() if {copy, original} <= names}
+    yield from _once(_converted(model, dtype), two, two.values())
+
+
+def _converted(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[NamedTensor]:
     given: set[str] = set()
     for name, parameter in model.named_parameters():
         check_replicas(name, parameter.detach())
@@ -67,14 +73,30 @@ def named_weights(
         CopiesDiffer: copies of a weight differ.
     """
     tied = tied or {}
-    seen: dict[str, tuple[str, str]] = {}
-    for name, tensor in weights.items() if isinstance(weights, Mapping) else weights:
-        original = tied.get(name, name)
+    if isinstance(weights, Mapping):  # no name comes twice
+        yield from _once(_gathered(weights.items(), dtype), tied, tied.values())
+    else:
+        yield from _once(_gathered(weights, dtype), tied)
+
+
+def _gathered(weights: Iterable[NamedTensor], dtype: torch.dtype) -> Iterator[NamedTensor]:
+    for name, tensor in weights:
         check_replicas(name, tensor.detach())
-        whole = _whole(tensor).to(dtype)
-        # In a mapping no name comes twice.
-        may_come_again = original in tied.values() or not isinstance(weights, Mapping)
-        digest = digest_of(whole) if may_come_again else ""
+        yield name, _whole(tensor).to(dtype)
+
+
+def _once(
+    weights: Iterable[NamedTensor], tied: Mapping[str, str], again: Collection[str] | None = None
+) -> Iterator[NamedTensor]:
+    """Each weight under the name of its original when it first comes; raises CopiesDiffer if another comes later.
+
+    Args:
+        again: what may come again; None: any.
+    """
+    seen: dict[str, tuple[str, str]] = {}
+    for name, whole in weights:
+        original = tied.get(name, name)
+        digest = digest_of(whole) if again is None or original in again else ""
         if original not in seen:
             seen[original] = name, digest
             yield original, whole

@@ -76,6 +76,20 @@ def test_the_names_that_transformers_ties_are_known(tied: bool) -> None:
     assert [name for name, _ in named_weights(model.state_dict(), BF16, tied_weights(model))] == names
 
 
+@pytest.mark.parametrize("differ", [False, True])
+def test_parameters_that_were_untied_are_sent_once_and_compared(differ: bool) -> None:
+    """An engine reads the embedding in place of the head, whatever the trainer has made of that."""
+    model = make_model(tied=True)
+    names = [name for name, _ in full_parameters(model, BF16)]
+    model.lm_head.weight = torch.nn.Parameter(model.model.embed_tokens.weight.detach() + float(differ))
+    assert {EMBEDDING, HEAD} <= dict(model.named_parameters()).keys()
+    if not differ:
+        assert [name for name, _ in full_parameters(model, BF16)] == names
+        return
+    with pytest.raises(CopiesDiffer, match=rf"weight {HEAD} must equal {EMBEDDING}, which was sent before it"):
+        list(full_parameters(model, BF16))
+
+
 def test_a_tied_weight_is_sent_once_under_the_name_of_its_original() -> None:
     tensor = torch.randn(4, 4)
     for names in ((EMBEDDING, HEAD), (HEAD, EMBEDDING)):
