@@ -40,6 +40,7 @@ _CONNECT_SECONDS = 15.0  # the link may be down for a few; who is not there refu
 # SGLang closes a connection that was idle for 5 seconds.
 _IDLE_SECONDS = 1.0
 _ATTEMPTS = 3
+_LATE = "no answer, or only a part of it,"
 
 
 class HTTP:
@@ -74,9 +75,9 @@ class HTTP:
                 method, url, headers=self._headers, content=content, extensions={"timeout": timeout}
             )
         except httpcore.ConnectTimeout as error:
-            raise _too_late(url, "connection", timeout["connect"]) from error
+            raise _too_late(url, "no connection", timeout["connect"]) from error
         except httpcore.TimeoutException as error:
-            raise _too_late(url, "whole answer", seconds) from error
+            raise _too_late(url, _LATE, seconds) from error
         except (httpcore.NetworkError, httpcore.ProtocolError) as error:
             raise _no_answer(url, error) from error
         if answer.status >= 400:
@@ -185,7 +186,7 @@ class AsyncHTTP:
             async with self._turn, asyncio.timeout(self._seconds):
                 answer = await self._answer(url, body)
         except TimeoutError as error:
-            raise _too_late(url, "whole answer", self._seconds) from error
+            raise _too_late(url, _LATE, self._seconds) from error
         if answer.is_error:
             raise _refused(url, answer.status_code, answer.text)
         try:
@@ -201,7 +202,7 @@ class AsyncHTTP:
                 if attempt + 1 == _ATTEMPTS:
                     raise _no_answer(url, error) from error
             except httpx.ConnectTimeout as error:
-                raise _too_late(url, "connection", _CONNECT_SECONDS) from error
+                raise _too_late(url, "no connection", _CONNECT_SECONDS) from error
             except httpx.TransportError as error:
                 raise _no_answer(url, error) from error
         raise AssertionError("unreachable")
@@ -211,7 +212,7 @@ class AsyncHTTP:
 
 
 def _too_late(url: str, what: str, seconds: float) -> EngineTimeout:
-    return EngineTimeout(f"{url}: no {what} within {seconds:g} s; see in the engine's log what it does, or restart it")
+    return EngineTimeout(f"{url}: {what} within {seconds:g} s; see in the engine's log what it does, or restart it")
 
 
 def _no_answer(url: str, error: Exception) -> EngineError:
