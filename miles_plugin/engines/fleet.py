@@ -214,5 +214,6 @@ class Fleet:
     def stop(self) -> None:
         """Let go of every engine; idempotent."""
         members, self._members = self._members, {}
-        for member in members.values():
-            member.stop()
+        with ThreadPoolExecutor(max(1, len(members)), thread_name_prefix="stop") as pool:
+            for stopped in [pool.submit(member.stop) for member in members.values()]:
+                stopped.result()
