@@ -701,6 +701,27 @@ def test_what_a_slot_holds_is_on_the_disk_before_its_name_is(
     assert events == [*record, "flush", "flush", *record[-3:], *exposed]
 
 
+def test_what_a_killed_reader_changed_reaches_the_disk_too(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that comes next finds it done, and has changed nothing itself."""
+    for version in (1, 2):
+        world.publish(version)
+        world.reader().bring_to()
+    world.publish(3, density=1.0, share=1.0)
+
+    def kill(*_arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Checkpoint, "flush", kill)
+        world.reader().bring_to()
+    assert world.seen() == 2
+    flushed: list[str] = []
+    monkeypatch.setattr(Checkpoint, "flush", lambda _, file: flushed.append(file.name))
+    world.reader(threads=1).bring_to()
+    assert sorted(flushed) == [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    assert world.seen() == 3
+
+
 def test_engines_that_load_while_the_next_version_is_made_read_a_whole_one(world: World) -> None:
     world.publish(*range(1, 13))
     world.reader().bring_to(1)
