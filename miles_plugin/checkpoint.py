@@ -1,6 +1,7 @@
 """Checkpoints of a job on disk: complete or absent, and found again after any crash.
 
     DIR/versions/                           the policy versions of every run that saved here; numbers are never reused
+    DIR/groups.journal                      fully asynchronous: which groups wait, and where; see docs/async.md
     DIR/latest_checkpointed_iteration.txt   number of the newest checkpoint (its name is that of Megatron and miles)
     DIR/iter_0000010/                       after 10 rollouts, counted over all arms
         .metadata, *.distcp                 model, optimizer, scheduler and RNG, by torch.distributed.checkpoint
@@ -38,7 +39,7 @@ from mooncake_store.errors import ConfigError
 
 FORMAT = 1
 LATEST = "latest_checkpointed_iteration.txt"
-VERSIONS = "versions"
+VERSIONS, JOURNAL = "versions", "groups.journal"
 _JOB, _REPORT, _LOCK = "job.json", "report.json", "lock"
 _NAME = re.compile(r"iter_\d{7}")
 # Of a model's config.json what says nothing about its shape.
@@ -155,6 +156,14 @@ def _same(name: str, before: Any, now: Any) -> bool:
     if name == "hf_checkpoint" and before and now:
         return Path(before).resolve() == Path(now).resolve()
     return bool(before == now)
+
+
+def goes_on_in_place(config: TrainConfig) -> bool:
+    """Whether the job goes on in the directory that it loads from."""
+    if config.save is None or config.load is None:
+        return False
+    save, load = config.save.resolve(), config.load.resolve()
+    return save in (load, load.parent)
 
 
 def check_save(config: TrainConfig) -> None:

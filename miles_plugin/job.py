@@ -175,12 +175,13 @@ def _say_engine_news(parts: Parts, observer: Observer) -> None:
 class _Silence:
     """Says every half minute what a rollout waits for."""
 
-    def __init__(self, parts: Parts, observer: Observer) -> None:
-        self._parts, self._observer, self._due = parts, observer, time.monotonic() + SILENCE_SECONDS
+    def __init__(self, parts: Parts, observer: Observer, clock: Callable[[], float] = time.monotonic) -> None:
+        self._parts, self._observer, self._clock = parts, observer, clock
+        self._due = clock() + SILENCE_SECONDS
 
     def look(self) -> None:
-        if time.monotonic() >= self._due and (waiting := self._parts.waiting()) is not None:
-            self._due = time.monotonic() + SILENCE_SECONDS
+        if self._clock() >= self._due and (waiting := self._parts.waiting()) is not None:
+            self._due = self._clock() + SILENCE_SECONDS
             self._observer.message(f"waiting for {waiting.seconds:.0f} s: {waiting}")
 
 
@@ -255,6 +256,7 @@ def _save_if_due(config: TrainConfig, parts: Parts, report: Report, arm: Arm, ob
     parts.each("save", partial)
     progress = Progress(arm.reward, done, parts.managed("state"), parts.managed("newest_version"), report.checkpoint)
     final = checkpoint.commit(partial, progress, config, report.to_dict())
+    parts.managed("saved", done)
     arm.steps[-1].seconds["save"] = time.perf_counter() - started
     observer.message(f"saved {final}")
 

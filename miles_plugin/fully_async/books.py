@@ -51,7 +51,7 @@ class Books:
         """It comes back, as `recover` has found it."""
 
     def stored(self, entry: Entry) -> None:
-        """Its samples lie in the store."""
+        """Its samples lie in the store, or, without a ref, do not any more."""
 
     def taken(self, entry: Entry, batch: int | None) -> None:  # noqa: ARG002
         """It was handed out."""
@@ -115,6 +115,10 @@ class JournalBooks(Books):
         self._refs[entry.number] = entry.ref
 
     def stored(self, entry: Entry) -> None:
+        if entry.ref is None:
+            self._refs.pop(entry.number, None)
+            self._note(Stored(entry.number, None))
+            return
         known = self._journal.state.live.get(entry.number)
         if known is None or known.progress is Progress.AGAIN:  # it was trained on, or given up, meanwhile
             self._discard_of(entry)
@@ -199,12 +203,15 @@ def recover(journal: Journal, run_id: str | None = None, discard: Callable[[Any]
     Args:
         run_id: the run that the groups belong to from here on: the one whose numbers go on upward, whatever the process
             that made them was called.
-        discard: removes samples from the store that cannot be used, since their prompt is not known.
+        discard: removes samples from the store that are not used, or cannot be, since their prompt is not known.
 
     Raises:
         JournalUnavailable: the file system failed.
     """
     journal.give_back_taken()
+    for orphan in filter(None, map(_from_text, journal.orphans)):
+        if discard is not None:
+            discard(orphan)
     state, found = journal.state, Recovered()
     for group, known in list(state.live.items()):
         ref = None if known.ref is None else _from_text(known.ref)

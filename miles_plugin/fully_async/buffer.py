@@ -216,11 +216,16 @@ class DataBuffer:
             self._failure = error
         self.close()
 
+    async def clear(self) -> None:
+        """Close, and remove from the store what lies there, since nobody will go on with it. Takes as long as calls of
+        the store in flight."""
+        self._end_waiting()
+        await self._queue.clear()
+        self.close()
+
     def close(self) -> None:
         """Nobody puts or gets any more: every `put` and `get` raises. In the loop; idempotent."""
-        self._is_closed = True
-        self._putters.close()
-        self._getters.close()
+        self._end_waiting()
         self._books.close()
         self._queue.close()
 
@@ -241,6 +246,11 @@ class DataBuffer:
             "version_steps_back": self._watermark.take_steps_back(),
         }
         return {PREFIX + name: value for name, value in metrics.items()}
+
+    def _end_waiting(self) -> None:
+        self._is_closed = True
+        self._putters.close()
+        self._getters.close()
 
     def _has_room(self) -> bool:
         return len(self._queue) < self._settings.capacity and self._queue.has_room()

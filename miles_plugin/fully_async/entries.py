@@ -56,9 +56,9 @@ class Entry:
 class Hooks:
     """What a `Queue` tells its buffer; always called in the buffer's loop.
 
-    changed: the first group may have become ready, or room may have come. stored: a group got its ref. lost: a group
-    is in the queue no more, and its samples cannot be read. is_unusable: whether a group will certainly not be handed
-    out. failed: nothing works any more. count: one more of a metric.
+    changed: the first group may have become ready, or room may have come. stored: a group got its ref, or has none any
+    more. lost: a group is in the queue no more, and its samples cannot be read. is_unusable: whether a group will
+    certainly not be handed out. failed: nothing works any more. count: one more of a metric.
     """
 
     changed: Callable[[], None]
@@ -73,7 +73,7 @@ class Queue(Protocol):
     """Groups in the order in which they came; every call is O(1) and waits for nothing."""
 
     def attach(self, hooks: Hooks, keeps: bool) -> None:
-        """Once, before all else. keeps: what is in a store stays there until `discard`, also when it was read."""
+        """Once, before all else. keeps: whether somebody notes what lies in a store, for a process after this one."""
 
     def __len__(self) -> int: ...
     def has_room(self) -> bool:
@@ -91,6 +91,9 @@ class Queue(Protocol):
 
     def gauges(self) -> dict[str, float]:
         """Metrics of what there is."""
+
+    async def clear(self) -> None:
+        """Remove all groups, and their samples from the store; when nothing is appended any more."""
 
     def close(self) -> None:
         """End all that runs in the background; idempotent."""
@@ -125,6 +128,9 @@ class InMemory:
 
     def gauges(self) -> dict[str, float]:
         return {}
+
+    async def clear(self) -> None:
+        self._entries.clear()
 
     def close(self) -> None:
         pass

@@ -13,7 +13,8 @@ What is promised, after `flush` has returned and whatever ends then:
 What is not: a record that was noted and not flushed may be missing. For all but "trained", "dropped" and "taken" that
 costs work and no group: a group of which nothing is known is generated from its prompt. When `trained` is to be noted
 is the caller's to say: if what a group taught can still be undone, by going back to a checkpoint from before it, note
-it when the checkpoint after it is complete.
+it when the checkpoint after it is complete. Or have the checkpoint say what it has learned from, see `Learned`: then
+that is what counts, and the journal adds where samples lie.
 
 One process writes. Its owner is that of the policy versions beside it, see `VersionAuthority`: whoever opens the
 journal writes the file anew, and what a process still writes that was taken over goes into a file without a name.
@@ -29,7 +30,7 @@ import msgspec
 import xxhash
 
 from miles_plugin import durable
-from miles_plugin.fully_async.journal_records import Events, Progress, Returned, State, Trained
+from miles_plugin.fully_async.journal_records import Events, Learned, Progress, Returned, State, Trained
 from mooncake_store.errors import ConfigError, IntegrityError, StoreClosed, StoreUnavailable
 
 FORMAT = 1
@@ -57,13 +58,17 @@ class Journal:
     Args:
         path: of the file; made when it is not there. Its directory is there.
         first: the number of the run's first group; what the file says counts, when there is one.
+        learned: of the checkpoint that the run goes on from; None: what the file says counts.
+
+    Attributes:
+        orphans: refs of samples of which nobody knows any more, since `learned` was given.
 
     Raises:
         IntegrityError: the file is damaged elsewhere than at its end, where a crash may have cut it off.
         ConfigError: it has another format, or cannot be read or written.
     """
 
-    def __init__(self, path: Path, first: int = 0) -> None:
+    def __init__(self, path: Path, first: int = 0, learned: Learned | None = None) -> None:
         self._path = path
         self._lock = threading.Lock()  # of what is noted, never held while the disk is waited for
         self._writing = threading.Lock()
@@ -72,7 +77,9 @@ class Journal:
         self._nbytes = self._count = 0
         self._names_are_safe = True
         try:
-            self._state = self._read(first)
+            self._state, self.orphans = self._read(first), list[str]()
+            if learned is not None:
+                self._state, self.orphans = self._state.as_of(learned)
             self._write_anew(list(self._state.records()))
             self._sync_names()
         except OSError as error:

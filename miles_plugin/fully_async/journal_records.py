@@ -10,7 +10,7 @@ A group has a number, `group_index` of its samples, unique in its run. What is k
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -167,6 +167,18 @@ class Known:
     batch: int | None = None
 
 
+@dataclass(frozen=True)
+class Learned:
+    """What a checkpoint says of groups: its model has learned from all below `next` but those of `unfinished`.
+
+    version: the newest that samples may have which come from a model before it; None: no samples are to be kept.
+    """
+
+    next: int = 0
+    unfinished: Sequence[int] = ()
+    version: int | None = None
+
+
 class State:
     """What the records say so far.
 
@@ -238,6 +250,27 @@ class State:
     def taken_before(self, batch: int) -> list[int]:
         """Groups taken for a batch with a lower number."""
         return [group for group, known in self.live.items() if known.batch is not None and known.batch < batch]
+
+    def as_of(self, learned: Learned) -> tuple["State", list[str]]:
+        """The state of a run that goes on from a checkpoint, whatever this one says of what was trained on.
+
+        Known are still the groups whose samples lie in a store, if the checkpoint has not learned from them, and no
+        version made them that it has not: that was undone with all that came after it.
+
+        Returns also the refs of samples that nobody knows any more.
+        """
+        state, refs = State(self.first), []
+        settled = Ranges((group, group + 1) for group in learned.unfinished).gaps(self.first, learned.next)
+        state.apply(Settled([(numbers.start, numbers.stop) for numbers in settled], learned.next))
+        for group, known in self.live.items():
+            newest = known.finished.newest
+            is_of_it = newest is not None and learned.version is not None and newest <= learned.version
+            if known.ref is not None and is_of_it and state.expects(group):
+                state.apply(known.finished)
+                state.apply(Stored(group, known.ref))
+            elif known.ref is not None:
+                refs.append(known.ref)
+        return state, refs
 
     def _waits(self, group: int) -> Known | None:
         """What is known of a group that was finished and is not to be generated again."""

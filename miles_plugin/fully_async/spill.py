@@ -54,8 +54,9 @@ class Spill:
     Args:
         store: of samples.
         in_memory: groups whose samples lie on the heap, at most; AHEAD more while they wait for the store.
-        keeps_all: put every group into the store, also those that are ready here, so that a process that goes on after
-            this one need not generate them again.
+        keeps_all: put every group into the store, also those that are ready here, and leave it there until the journal
+            says that nobody needs it, so that a process that goes on after this one need not generate it again. Else
+            samples leave the store when they are read.
 
     Raises:
         ConfigError: `in_memory` is less than 1.
@@ -79,7 +80,7 @@ class Spill:
             raise ConfigError(
                 "keeps_all=True without a journal: nobody would know of what is kept; give the buffer one"
             )
-        self._hooks, self._keeps = hooks, keeps
+        self._hooks = hooks
         self._putting = Background(self._put_one, hooks.failed)
         self._reading = Background(self._read_one, hooks.failed)
         self._removing = Background(self._remove_one, hooks.failed)
@@ -127,6 +128,16 @@ class Spill:
         """Wait until nothing does."""
         for background in self._backgrounds:
             await background.idle()
+
+    async def clear(self) -> None:
+        waiting = [*self._ready, *self._behind]
+        self._ready.clear()
+        self._behind.clear()
+        for entry in waiting:
+            entry.spot = Spot.GIVEN_UP
+            if entry.ref is not None:
+                self._forget(entry)
+        await self.idle()
 
     def close(self) -> None:
         for background in self._backgrounds:
@@ -213,11 +224,16 @@ class Spill:
         if entry.spot is Spot.GIVEN_UP:
             self._hooks.lost(entry)
             return True
-        if not self._keeps:
-            self.discard(entry.ref)
-            entry.ref = None
+        if not self._keeps_all:
+            self._forget(entry)
         self._move_up(entry)
         return True
+
+    def _forget(self, entry: Entry) -> None:
+        """Its samples leave the store."""
+        self.discard(entry.ref)
+        entry.ref = None
+        self._hooks.stored(entry)
 
     def _move_up(self, entry: Entry) -> None:
         entry.spot = Spot.READY

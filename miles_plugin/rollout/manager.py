@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from miles_plugin.arguments import TrainConfig
-from miles_plugin.checkpoint import VERSIONS
+from miles_plugin.checkpoint import JOURNAL, VERSIONS, goes_on_in_place
 from miles_plugin.engines.attach import attach, attached_engines, expected_engines, twin
 from miles_plugin.engines.fleet import EngineAddress, External, Fleet, Left
 from miles_plugin.engines.joining import ADD_ENGINE
 from miles_plugin.engines.launch import EngineSpec, start_engines
 from miles_plugin.engines.sglang import EngineError
+from miles_plugin.fully_async.journal_records import Learned
 from miles_plugin.fully_async.rollouts import AsyncRollouts, Waiting
 from miles_plugin.object_store import open_rollout_store
 from miles_plugin.rollout.advantage import assign_group_advantages, shuffle_rewards
@@ -89,6 +90,7 @@ class RolloutManager:
     def __init__(self, config: TrainConfig, master: str | None, run_id: str, run_dir: Path, ranks: int) -> None:
         self._config, self._run_id, self._run_dir, self._ranks = config, run_id, run_dir, ranks
         self._store = open_rollout_store(config, master, run_id, contribute_segment=False)
+        self._store_is_new = master is not None
         versions = (config.save or run_dir) / VERSIONS
         self._versions = VersionAuthority(versions, Owner.here(run_id), config.takeover)
         self._prompts = open_prompts(config)
@@ -187,26 +189,38 @@ class RolloutManager:
         """
         if state is not None:
             check_same_prompts(self._config, self._prompts, state)
-        self._cursor: int = state["cursor"] if state is not None else 0
+        state = state or {"cursor": 0}
+        self._cursor: int = state["cursor"]
         self._items = self._prompts.rollout(self._cursor)
         self._shuffled = shuffled
-        self._again: list[int] = state.get("unfinished", []) if state is not None else []
+        # In another directory versions are other ones than those of its journal; and a store that began with the job
+        # has nothing of before.
+        has_more = goes_on_in_place(self._config) and not self._store_is_new
+        version = state.get("version") if has_more else None
+        self._learned = Learned(self._cursor, state.get("unfinished", []), version)
         self._end_async()
 
     def state(self) -> dict[str, Any]:
         """What `begin` needs to go on after the last rollout, as JSON: `cursor`, the stream position of the next item,
-        and `prompts`, their name; fully asynchronous also `unfinished`, positions of those that come first.
+        and `prompts`, their name; fully asynchronous also `unfinished`, positions of those that come first, and
+        `version`, the current one.
 
         Raises:
             VersionFenced: another job took over; what this one would save is not wanted any more.
         """
         self._versions.verify_owned()
-        cursor, unfinished = self._cursor, self._again
+        state = {"cursor": self._cursor, "prompts": self._prompts.name}
+        if not self._config.fully_async:
+            return state
+        cursor, unfinished = self._learned.next, list(self._learned.unfinished)
         if self._rollouts is not None:
-            begun, unfinished = self._rollouts.position()
-            cursor = cursor if begun is None else begun
-        state = {"cursor": cursor, "prompts": self._prompts.name}
-        return state | {"unfinished": unfinished} if self._config.fully_async else state
+            cursor, unfinished = self._rollouts.position()
+        return state | {"cursor": cursor, "unfinished": unfinished, "version": self._versions.current}
+
+    def saved(self, rollouts: int) -> None:
+        """The checkpoint with what `state` said after so many rollouts is complete."""
+        if self._rollouts is not None:
+            self._rollouts.saved(rollouts)
 
     def generate(self, rollout_id: int) -> Rollout:
         """Generate one rollout batch, put it with a part for each rank, and say where."""
@@ -245,8 +259,8 @@ class RolloutManager:
         config, first_group = self._config, rollout_id * self._config.rollout_batch_size
         if config.fully_async:
             # Not before the first one: what engines made of the checkpoint would be thrown away with the first update.
-            self._rollouts = self._rollouts or self._begin_async(rollout_id)
-            groups = self._rollouts.next_rollout(version)
+            self._rollouts = self._rollouts or self._begin_async()
+            groups = self._rollouts.next_rollout(rollout_id, version)
             size = config.n_samples_per_prompt
             return [
                 numbered(sample, first_group + row, position, size)
@@ -257,15 +271,17 @@ class RolloutManager:
         self._cursor = items[-1].index + 1
         return self._sampling.sample(items, first_group, config.n_samples_per_prompt, config.rollout_temperature)
 
-    def _begin_async(self, rollout_id: int) -> AsyncRollouts:
+    def _begin_async(self) -> AsyncRollouts:
+        save = self._config.save
         return AsyncRollouts(
             self._config,
             self._sampling,
-            self._items,
-            [next(self._prompts.rollout(index)) for index in self._again],
-            rollout_id * self._config.rollout_batch_size,
+            self._prompts,
+            self._learned,
             self._run_id,
             self._versions.current,
+            self._store,
+            None if save is None else save / JOURNAL,
         )
 
     def _end_async(self) -> None:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from miles_plugin.fully_async.books import Recovered
+from miles_plugin.fully_async.buffer import BufferSettings, DataBuffer
+from miles_plugin.fully_async.groups import PromptGroup
+from miles_plugin.fully_async.journal import Journal
+from miles_plugin.fully_async.journal_records import Learned
+from miles_plugin.fully_async.rollouts import open_journal
+from miles_plugin.fully_async.spill import Spill
 from mooncake_store import (
     IntegrityError,
+    MasterProcess,
     ObjectNotFound,
     ObjectStore,
     StoreClosed,
@@ -18,6 +28,8 @@ from mooncake_store import (
     batch_digest,
     open_store,
 )
+from tests.integration.store.store_services import PATIENT, batches, store_with
+from tests.unit.plugin.fully_async_groups import finished, metric, number
 
 pytestmark = pytest.mark.integration
 
@@ -141,3 +153,64 @@ def test_use_after_close() -> None:
         with pytest.raises(StoreClosed):
             call()
     assert kept.tolist() == rollout()["rewards"]
+
+
+class Groups:
+    """A buffer of finished groups; the first lies on the heap, the others in a store."""
+
+    def __init__(self, store: ObjectStore, journal: Journal | None = None, found: Recovered | None = None) -> None:
+        self.again: list[PromptGroup] = []
+        self.buffer = DataBuffer(
+            BufferSettings(8), self.again.append, run_id="this", queue=Spill(store, 1), journal=journal
+        )
+        self.buffer.restore([] if found is None else found.waiting)
+
+    async def put(self, *numbers: int) -> None:
+        for each in numbers:
+            await self.buffer.put(finished(each, "5", "6"))
+        while metric(self.buffer.get_metrics(), "spilled_groups") < len(numbers) - 1:
+            await asyncio.sleep(0.001)
+
+
+def test_groups_that_wait_in_a_store_come_back_equal_and_leave_nothing_there(store: ObjectStore) -> None:
+    before = store.stats()
+
+    async def body() -> None:
+        it = Groups(store)
+        await it.put(0, 1, 2, 3)
+        for each in range(3):
+            assert await it.buffer.get() == finished(each, "5", "6")
+        await it.put(4, 5)
+        await it.buffer.clear()
+        assert not it.again
+
+    asyncio.run(asyncio.wait_for(body(), 120))
+    after = store.stats()
+    assert after["puts"] - before["puts"] == after["removes"] - before["removes"] > 2
+
+
+def test_a_run_that_goes_on_takes_up_groups_in_a_store_that_lives(
+    master: MasterProcess, stores: dict[str, ObjectStore], tmp_path: Path
+) -> None:
+    """It opens the store anew, as another process would, and knows what the file says."""
+    path = tmp_path / "journal"
+
+    async def is_killed() -> None:
+        with store_with(master.address, "first", PATIENT) as store:
+            first = Groups(store, Journal(path))
+            await first.put(0, 1, 2, 3, 4)
+            await first.buffer.flush()
+            first.buffer.close()
+
+    async def goes_on() -> None:
+        with store_with(master.address, "second", PATIENT) as store:
+            journal, found = open_journal(path, Learned(5, [0, 1, 2, 4], 6), "this", store)
+            second = Groups(store, journal, found)
+            assert [number(await second.buffer.get()) for _ in range(3)] == [1, 2, 4]
+            await second.buffer.clear()
+            assert not second.again
+
+    asyncio.run(asyncio.wait_for(is_killed(), 120))
+    assert len(batches(master, "first")) == 4
+    asyncio.run(asyncio.wait_for(goes_on(), 120))
+    assert not batches(master, "first"), "the one that was learned from was removed as well"

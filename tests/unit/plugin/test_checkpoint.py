@@ -351,3 +351,20 @@ def test_two_jobs_cannot_save_in_one_place(tmp_path: Path) -> None:
         pass
     with checkpoint.claim(None):
         pass
+
+
+@pytest.mark.parametrize(
+    ("load", "save", "expected"),
+    [
+        ("saved", "saved", True),
+        ("saved/iter_0000002", "saved", True),
+        ("saved/../saved/iter_0000002", "saved", True),
+        ("saved", "elsewhere", False),
+        ("saved/iter_0000002", "saved/elsewhere", False),
+        (None, "saved", False),
+        ("saved", None, False),
+    ],
+)
+def test_whether_a_job_goes_on_where_it_was(load: str | None, save: str | None, expected: bool, tmp_path: Path) -> None:
+    given = {name: tmp_path / path for name, path in (("load", load), ("save", save)) if path is not None}
+    assert checkpoint.goes_on_in_place(load_config([]).model_copy(update=given)) == expected

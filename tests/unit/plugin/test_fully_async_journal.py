@@ -21,6 +21,7 @@ from miles_plugin.fully_async.journal_records import (
     Dropped,
     Events,
     Finished,
+    Learned,
     Progress,
     Prompts,
     Returned,
@@ -118,6 +119,42 @@ def test_a_state_is_what_its_own_records_lead_to(noted: list[Events]) -> None:
     for event in state.records():
         again.apply(event)
     assert what_is_known(again) == what_is_known(state)
+
+
+@given(st.lists(events, max_size=40), st.integers(0, 9), st.sets(numbers), st.sampled_from([None, 6, 7]))
+def test_what_a_checkpoint_has_learned_from_is_what_counts(
+    noted: list[Events], following: int, unfinished: set[int], version: int | None
+) -> None:
+    """All groups of `done` were made by versions 5 to 7."""
+    state = State()
+    for event in noted:
+        state.apply(event)
+    unfinished = {number for number in unfinished if number < following}
+    learned = {*range(following)} - unfinished
+    gone_on, refs = state.as_of(Learned(following, sorted(unfinished), version))
+    stored = {number for number, known in state.live.items() if known.ref is not None}
+    kept = stored - learned if version == 7 else set()
+    assert list(gone_on.live) == [number for number in state.live if number in kept]
+    assert {(known.progress, known.ref, known.batch) for known in gone_on.live.values()} <= {
+        (Progress.FINISHED, "ref", None)
+    }
+    assert len(refs) == len(stored - kept)
+    assert all((number in gone_on.settled) == (number in learned) for number in range(10))
+    assert gone_on.next == max([following, *(number + 1 for number in kept)])
+
+
+def test_a_journal_is_set_back_to_a_checkpoint_when_it_is_opened(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    journal = Journal(path)
+    journal.note(*map(done, range(6)), *(Stored(group, f"ref {group}") for group in (1, 2, 4)))
+    journal.note(Taken(1, 0), Taken(2, 0), Trained([0, 3]))
+    journal.close()
+    journal = Journal(path, learned=Learned(4, [2, 3], 7))
+    assert journal.orphans == ["ref 1"]
+    assert restarted(path) == what_is_known(journal.state)
+    assert journal.state.settled.pairs() == [(0, 2)]
+    assert journal.state.expects(3), "that was undone"
+    assert [(group, known.ref) for group, known in journal.state.live.items()] == [(2, "ref 2"), (4, "ref 4")]
 
 
 @given(st.sets(st.integers(0, 40)), st.integers(0, 40), st.integers(0, 45), st.randoms(use_true_random=False))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from itertools import count
 from typing import Any
 
 import pytest
 
 from miles_plugin.fully_async.buffer import BufferFailed, BufferSettings, DataBuffer
+from miles_plugin.fully_async.groups import DataBufferInput
 from miles_plugin.fully_async.producer import Producer
 from miles_plugin.rollout.prompts import Item
 from miles_plugin.rollout.sample import Sample
@@ -21,19 +22,30 @@ class World:
     """A producer whose samples are finished by hand, and its buffer."""
 
     def __init__(
-        self, concurrent: int = 8, by_sample: bool = True, capacity: int = 100, bound: int | None = None, **more: Any
+        self,
+        concurrent: int = 8,
+        by_sample: bool = True,
+        capacity: int = 100,
+        bound: int | None = None,
+        unfinished: Collection[int] = (),
+        waiting: Collection[int] = (),
+        **more: Any,
     ) -> None:
-        self.begun: list[tuple[int, int]] = []  # group, item
+        self.begun: list[int] = []
         self.finished: dict[int, Callable[[], None]] = {}
         self.done: dict[int, asyncio.Future[list[Sample]]] = {}
-        items = (Item(index, f"prompt {index}") for index in count())
-        self.producer = Producer(self._generate, items, 10, SIZE, concurrent, by_sample, "run")
+
+        def items(start: int) -> Iterator[Item]:  # without number 7
+            return (Item(index, f"prompt {index}") for index in count(start) if index != 7)
+
+        self.producer = Producer(self._generate, items, 10, unfinished, waiting, SIZE, concurrent, by_sample, "run")
         settings = BufferSettings(capacity, bound, **more)
         self.buffer = DataBuffer(settings, self.producer.regenerate, dropped=self.producer.dropped, run_id="run")
         self.running = asyncio.get_running_loop().create_task(self.producer.run(self.buffer))
 
     async def _generate(self, item: Item, number: int, finished: Callable[[], None]) -> list[Sample]:
-        self.begun.append((number, item.index))
+        assert item.index == number
+        self.begun.append(number)
         self.finished[number] = finished
         self.done[number] = asyncio.get_running_loop().create_future()
         return await self.done[number]
@@ -59,7 +71,7 @@ class World:
         """Let everybody do what can be done; numbers of the groups that were begun."""
         for _ in range(50):
             await asyncio.sleep(0)
-        return [number for number, _ in self.begun]
+        return list(self.begun)
 
 
 def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
@@ -142,8 +154,8 @@ async def test_an_aborted_or_stale_group_is_generated_again_before_new_ones() ->
     await world.settle()
     world.finish(10)
     await world.settle()
-    assert world.begun[4:] == [(10, 0), (11, 1), (14, 4)], "the same items"
-    assert world.producer.unfinished() == [0, 1, 3, 4], "12 is a rollout's"
+    assert world.begun[4:] == [10, 11, 14]
+    assert world.producer.position() == (15, [10, 11, 13, 14]), "12 is a rollout's"
     world.running.cancel()
 
 
@@ -153,7 +165,26 @@ async def test_a_group_that_is_dropped_is_not_wanted_any_more() -> None:
     await world.settle()
     world.finish(10, status="aborted")
     await world.settle()
-    assert world.producer.unfinished() == [1, 2]
+    assert world.producer.position() == (13, [11, 12])
+    world.running.cancel()
+
+
+@in_loop
+async def test_what_was_begun_before_comes_first_and_what_waits_already_does_not_come() -> None:
+    world = World(bound=0, unfinished=[3, 7, 5, 8], waiting=[5], unused="retry")
+    assert world.producer.position() == (10, [3, 5, 8]), "7 is no item's"
+    assert await world.settle() == [3, 8]
+    assert world.producer.in_flight == 2, "what waits is not"
+    world.finish(3)
+    assert await world.settle() == [3, 8, 10]
+    assert await world.get() == 3
+    world.buffer.announce(4)
+    await world.buffer.put(DataBufferInput(world.samples(5), world.samples(5)))
+    world.finish(8, version="4")
+    assert await world.get() == 8
+    world.finish(10, version="4")
+    assert await world.settle() == [3, 8, 10, 5, 11], "it has grown stale, and its item is known"
+    assert world.producer.position() == (12, [5, 10, 11])
     world.running.cancel()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from miles_plugin.fully_async import spill as spill_module
-from miles_plugin.fully_async.buffer import BufferFailed, BufferSettings, DataBuffer
+from miles_plugin.fully_async.buffer import BufferClosed, BufferFailed, BufferSettings, DataBuffer
 from miles_plugin.fully_async.groups import DataBufferInput, PromptGroup
 from miles_plugin.fully_async.spill import AHEAD, GroupStore, Spill
 from mooncake_store import ObjectStore
@@ -330,6 +330,33 @@ def test_closing_ends_what_goes_on_and_wakes_whoever_waits() -> None:
         await let_run()
         assert not it.spill.is_busy()
         it.store.go_on.set()
+
+    in_loop(body)
+
+
+@pytest.mark.parametrize("in_flight", [None, "put", "get"])
+def test_a_buffer_that_is_cleared_leaves_nothing_in_the_store(in_flight: str | None) -> None:
+    async def body() -> None:
+        it = Spilling(in_memory=1)
+        await it.put(0, 1, 2)
+        if in_flight is not None:
+            it.store.go_on.clear()
+            if in_flight == "put":
+                await it.buffer.put(finished(3, "5"))
+            else:
+                await it.buffer.get()
+            await let_run()
+        clearing = asyncio.create_task(it.buffer.clear())
+        await let_run()
+        with pytest.raises(BufferClosed):
+            await it.buffer.get()
+        assert clearing.done() == (in_flight is None and not it.store.objects)
+        it.store.go_on.set()
+        await clearing
+        assert it.store.calls["put"] == (3 if in_flight == "put" else 2)
+        assert not it.store.objects
+        assert not it.again
+        await it.buffer.clear()
 
     in_loop(body)
 

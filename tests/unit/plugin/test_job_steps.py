@@ -1,6 +1,7 @@
 """What the job's loop asks of its parts in a step, and what it tells of the weight updates in it."""
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,9 +13,10 @@ pytest.importorskip("ray", reason="the extra `train` is not installed")
 from miles_plugin import job
 from miles_plugin.arguments_sources import load_config
 from miles_plugin.engines.fleet import Left
+from miles_plugin.fully_async.rollouts import Waiting
 from miles_plugin.parts import Parts
 from miles_plugin.report.observer import Observer
-from miles_plugin.report.record import Step
+from miles_plugin.report.record import Arm, Report, Step
 from miles_plugin.rollout.batch import Shard
 from miles_plugin.rollout.manager import Rollout
 from miles_plugin.training import weights
@@ -163,6 +165,47 @@ def test_progress_is_shown_as_soon_as_there_is_some() -> None:
         ("progress", 10, 40),
         ("progress", 40, 40),
     ]
+
+
+def test_a_rollout_that_waits_says_so_every_half_minute() -> None:
+    observer, now = Heard(), 1000.0
+    waits: list[Waiting | None] = [None]
+    silence = job._Silence(cast(Parts, SimpleNamespace(waiting=lambda: waits[0])), observer, lambda: now)
+
+    def look(at: float) -> list[str]:
+        nonlocal now
+        now = 1000.0 + at
+        silence.look()
+        said, observer.events = [text for _, text in observer.events], []
+        return said
+
+    waits[0] = Waiting(29.0, 3, 16, 7)
+    assert look(29.9) == []
+    waits[0] = None
+    assert look(31) == [], "it does not wait"
+    waits[0] = Waiting(32.4, 3, 16, 7)
+    assert look(32.4) == ["waiting for 32 s: 3 of 16 groups are there, 7 in flight"]
+    assert look(62.3) == []
+    waits[0] = Waiting(62.5, 4, 16, 0)
+    assert look(62.5) == ["waiting for 62 s: 4 of 16 groups are there, 0 in flight"]
+
+
+def test_the_manager_hears_of_a_checkpoint_when_it_is_complete(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    done: list[Any] = []
+    said = {"state": {"cursor": 1}, "newest_version": 3, "saved": None}
+
+    def managed(method: str, *arguments: Any) -> Any:
+        done.append((method, *arguments))
+        return said[method]
+
+    parts = SimpleNamespace(managed=managed, each=lambda method, _: done.append(method))
+    monkeypatch.setattr(job.checkpoint, "begin", lambda *_: tmp_path)
+    monkeypatch.setattr(job.checkpoint, "commit", lambda *_: done.append("commit"))
+    arm = SimpleNamespace(reward="real", steps=[SimpleNamespace(seconds={})] * 2)
+    report = SimpleNamespace(arms={"real": arm}, checkpoint="", to_dict=dict)
+    config = load_config(["--save", str(tmp_path), "--save-interval", "2"])
+    job._save_if_due(config, cast(Parts, parts), cast(Report, report), cast(Arm, arm), Heard())
+    assert done == ["save", ("state",), ("newest_version",), "commit", ("saved", 2)]
 
 
 def test_the_manager_is_told_now_and_then_and_always_of_the_first_and_the_last(

@@ -239,7 +239,11 @@ def test_the_state_of_other_prompts_is_refused(make: Callable[..., tuple[Rollout
         manager.begin(False, {"cursor": 3, "prompts": "spell_backward"})
 
 
-ASYNC = ("--task", "chain_sum", "--fully-async", "--async-max-concurrent-samples", "4")
+# With a buffer of one rollout, which lies on the heap.
+ASYNC = (
+    *("--task", "chain_sum", "--fully-async", "--async-max-concurrent-samples", "4"),
+    *("--async-data-buffer-capacity-factor", "1"),
+)
 CUSTOM = ("--custom-async-data-buffer-path", "tests.unit.plugin.test_fully_async_custom.NewestFirst")
 
 
