@@ -55,6 +55,36 @@ def make_finished_report(*flags: str) -> Report:
     return report
 
 
+def make_async_report(*flags: str) -> Report:
+    """Of a job that generated beside training."""
+    report = make_report("--fully-async", "--max-weight-staleness", "2", *flags)
+    report.arms["real"] = Arm(
+        "real", 0.4, [make_step(index, buffer=make_buffer(index)) for index in range(NUM_ROLLOUT)]
+    )
+    return report
+
+
+def make_buffer(rollout_id: int) -> dict[str, float]:
+    """What the buffer says after a rollout: nothing is measured of an empty one."""
+    metrics: dict[str, float] = {
+        "queue_size": 16 * rollout_id,
+        "consumed_groups": 32,
+        "recycled_groups": rollout_id,
+        "dropped_groups": 0,
+        "lost_groups": 0,
+        "aborted_groups_filtered": 1,
+        "stale_groups_filtered": max(0, rollout_id - 1),
+        "consumed_avg_staleness": 0.5 * rollout_id,
+        "consumed_max_staleness": min(rollout_id, 2),
+        "put_wait_seconds": 64.0 * rollout_id,
+        "get_wait_seconds": 1.5,
+        "version_steps_back": 0,
+    }
+    if rollout_id:
+        metrics |= {"buffer_avg_staleness": 0.75 * rollout_id, "buffer_max_staleness": rollout_id}
+    return {f"rollout/fully_async/{name}": value for name, value in metrics.items()}
+
+
 def make_reports() -> dict[str, Report]:
     """Reports that anything which shows one must cope with, by what is special about them."""
     one, updated_seldom, not_finite = make_report(), make_report(), make_report()
@@ -76,6 +106,12 @@ def make_reports() -> dict[str, Report]:
     hostile = make_finished_report("--task", "</script><script>boom()</script>&$x$")
     hostile.arms["</script><script>boom()</script>"] = Arm("</script><script>boom()</script>", 0.4, [make_step(0)])
     hostile.status = "stopped: <b>no</b> $\n'quoted' \N{SNOWMAN}" + "long " * 200
+    nothing_buffered = make_report("--fully-async")
+    nothing_buffered.arms["real"] = Arm(
+        "real",
+        0.3,
+        [make_step(0, seconds={}, buffer={}), make_step(1, buffer={"rollout/fully_async/put_wait_seconds": math.inf})],
+    )
     no_arm_yet = make_report()
     no_step_yet = make_report()
     no_step_yet.arms["real"] = Arm("real", 0.3)
@@ -87,6 +123,9 @@ def make_reports() -> dict[str, Report]:
         "updated seldom": updated_seldom,
         "not finite": not_finite,
         "hostile text": hostile,
+        "fully async": make_async_report(),
+        "fully async, no step yet": make_report("--fully-async"),
+        "fully async, nothing buffered": nothing_buffered,
     }
 
 

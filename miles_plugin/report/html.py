@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 
 from miles_plugin.report import series
+from miles_plugin.report.panel import Label, Line, Panel
 from miles_plugin.report.record import Report, finite
-from miles_plugin.report.series import Line, Panel
 
 _SCRIPT = """
 const dark = matchMedia("(prefers-color-scheme: dark)");
@@ -170,7 +170,7 @@ def _column(line: Line) -> dict[str, Any]:
     }
 
 
-def _annotation(label: series.Label) -> dict[str, Any]:
+def _annotation(label: Label) -> dict[str, Any]:
     return {
         "xref": "paper",
         "x": 1,

@@ -15,7 +15,7 @@ Keys are never renamed or removed, others may be added. By event:
                    grad_norm, samples, tokens, tokens_per_second (generated), trained_tokens_per_second,
                    seconds and nbytes (by phase), sample_versions (strings), served_version (null: no update),
                    version_lag, updates (of weights: version, nbytes, density, seconds by phase, engines, left,
-                   proven), eta_seconds (until the run is done)
+                   proven), buffer (fully asynchronous: its metrics, by name), eta_seconds (until the run is done)
     run_finished   status ("finished", or "stopped: ..."), seconds_total (with the runs it goes on from), summary (by
                    arm: initial_accuracy, final_accuracy, rise, steps, digests_equal), files (of the report, those that
                    exist)
@@ -110,6 +110,7 @@ class JsonLines(Observer):
             served_version=step.served_version,
             version_lag=arm.version_lag(len(arm.steps) - 1),
             updates=[asdict(update) for update in step.updates],
+            buffer=step.buffer,
             eta_seconds=self._pace.remaining(),
         )
 

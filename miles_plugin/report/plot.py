@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from miles_plugin.report import series
+from miles_plugin.report.panel import Line, Panel
 from miles_plugin.report.record import Report
-from miles_plugin.report.series import Line, Panel
 
 INK, PALE = "#222222", "#6E6E6E"
 STYLE = {
@@ -42,11 +42,11 @@ def draw(report: Report, path: Path) -> None:
         # Between the two the labels at the ends of the learning curves have room.
         left = figure.add_gridspec(1, 1, left=0.055, right=0.34, top=0.8, bottom=0.18)
         right = figure.add_gridspec(2, 2, left=0.515, right=0.975, top=0.8, bottom=0.18, wspace=0.3, hspace=0.55)
-        places = {"learning": left[0], "time": right[0, 0], "bytes": right[0, 1], "versions": right[1, 0],
-                  "lag": right[1, 1]}  # fmt: skip
-        for panel in series.panels(report):
-            if panel.key in places:  # the page has room for all
-                _draw_panel(figure.add_subplot(places[panel.key]), panel)
+        panels = {panel.key: panel for panel in series.panels(report)}  # for all of them only the page has room
+        below = ("staleness", "utilisation") if "staleness" in panels else ("versions", "lag")
+        places = [left[0], right[0, 0], right[0, 1], right[1, 0], right[1, 1]]
+        for key, place in zip(("learning", "time", "bytes", *below), places, strict=True):
+            _draw_panel(figure.add_subplot(place), panels[key])
         _text(figure, 0.945, series.title(report), 25, fits=62, fontweight="bold")
         _text(figure, 0.9, series.subtitle(report), 15, fits=132, color=PALE)
         for height, line in zip((0.08, 0.052, 0.024), series.footer(report), strict=True):
@@ -79,7 +79,7 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
     for label in panel.labels:
         axes.text(1.012, label.y, label.text, transform=axes.get_yaxis_transform(), color=label.colour, fontsize=14,
                   fontweight="bold", va="center", linespacing=1.25, parse_math=False)  # fmt: skip
-    if panel.stacked or panel.log_y:
+    if panel.legend:
         _legend(axes, panel)
 
 

@@ -1,66 +1,19 @@
 """What the pictures of a run show: its title, its facts, and panels of lines. `plot.py` and `html.py` only draw them,
 so that the PNG and the page cannot disagree.
-
-x of every panel is the number of the rollout, from 1; 0 is the checkpoint before training.
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
-from miles_plugin.report import units
+from miles_plugin.report import async_series, units
 from miles_plugin.report.metrics import held_out_name
+from miles_plugin.report.panel import Label, Line, Panel, counting, last_of, median, x_of
 from miles_plugin.report.record import Arm, Report, Step
 from miles_plugin.report.theme import UPDATE_COLOURS, arm_colour, arm_label, phase_colour, phases_in
 
 _LABEL_GAP = 0.11  # of the y range, between the middles of two labels
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line. y may hold NaN, a gap. stairs: the value holds until the next x. opacity: 0 to 1."""
-
-    label: str
-    x: list[float]
-    y: list[float]
-    colour: str
-    width: float = 2.5
-    dashed: bool = False
-    stairs: bool = False
-    opacity: float = 1.0
-
-
-@dataclass(frozen=True)
-class Label:
-    """Text at the right end of a panel, about the line there; labels of a panel do not overlap."""
-
-    y: float
-    text: str
-    colour: str
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One plot.
-
-    stacked: the lines are values per rollout, drawn as filled columns upon each other.
-    y_range, y_ticks (position and text): where there are none the renderer chooses; with `log_y` both are values, not
-    their logarithms. resumes: x at which the run was resumed. last_x: the x axis is from 0 to this.
-    """
-
-    key: str
-    title: str
-    subtitle: str
-    y_label: str
-    lines: list[Line]
-    stacked: bool = False
-    log_y: bool = False
-    y_range: tuple[float, float] | None = None
-    y_ticks: list[tuple[float, str]] = field(default_factory=list)
-    labels: list[Label] = field(default_factory=list)
-    resumes: list[float] = field(default_factory=list)
-    last_x: float = 1.0
 
 
 def title(report: Report) -> str:
@@ -114,6 +67,7 @@ def facts(report: Report) -> list[tuple[str, str]]:
         ("object store", carrier),
         ("weight update", config["update_weight_transfer_mode"]),
         ("layout", f"{_plural(ranks, 'trainer rank')}, {_plural(engines, 'engine')}"),
+        ("groups", async_series.totals(report)),
         ("machine", hardware),
         ("versions", ", ".join(f"{name} {value}" for name, value in _parts(report))),
     ]  # fmt: skip
@@ -127,7 +81,8 @@ def footer(report: Report) -> list[str]:
         f"{known['rollouts']} · object store: {known['object store']} · weight update: {known['weight update']} · "
         f"{known['layout']} · {known['machine']}",
         known.get("versions", ""),
-        f"run {known['run']} · started {known['started']}, took {known['took']}",
+        f"run {known['run']} · started {known['started']}, took {known['took']}"
+        + (f" · groups: {known['groups']}" if "groups" in known else ""),
     ]
 
 
@@ -137,15 +92,19 @@ def main_arm(report: Report) -> Arm | None:
 
 
 def panels(report: Report) -> list[Panel]:
-    """learning, time, bytes, versions, lag, update; without a step they have no lines, or lines of one point."""
-    return [_learning(report), _time(report), _bytes(report), _versions(report), _lag(report), _update(report)]
+    """learning, time, bytes, versions, lag, update, and those of `async_series`; without a step they have no lines, or
+    lines of one point."""
+    always = [_learning(report), _time(report), _bytes(report), _versions(report), _lag(report), _update(report)]
+    return always + async_series.panels(report, main_arm(report))
 
 
 def _learning(report: Report) -> Panel:
     lines, ends = [], []
     for name, arm in _first_on_top(report):
         colour, label = arm_colour(name), arm_label(name)
-        rewards = Line(f"{label}: reward of samples", _x(arm), [s.reward for s in arm.steps], colour, 1.5, opacity=0.6)
+        rewards = Line(
+            f"{label}: reward of samples", x_of(arm), [s.reward for s in arm.steps], colour, 1.5, opacity=0.6
+        )
         measured = [s for s in arm.steps if s.held_out_accuracy is not None]
         x = [0.0, *(s.rollout_id + 1.0 for s in measured)]
         y = [arm.initial_accuracy, *(s.held_out_accuracy or 0.0 for s in measured)]
@@ -173,14 +132,16 @@ def _time(report: Report) -> Panel:
     steps = arm.steps if arm else []
     lines = [
         Line(
-            f"{phase} {units.seconds(_median([s.seconds[phase] for s in steps if phase in s.seconds]))}",
-            _x(arm),
+            f"{phase} {units.seconds(median([s.seconds[phase] for s in steps if phase in s.seconds]))}",
+            x_of(arm),
             [step.seconds.get(phase, 0.0) for step in steps],
             phase_colour(phase),
         )
         for phase in phases_in(phase for step in steps for phase in step.seconds)
     ]
-    return Panel("time", "Time per phase", _of(arm, "seconds"), "", lines, stacked=True, last_x=_last(arm))
+    return Panel(
+        "time", "Time per phase", _of(arm, "seconds"), "", lines, stacked=True, legend=True, last_x=last_of(arm)
+    )
 
 
 def _update(report: Report) -> Panel:
@@ -189,15 +150,24 @@ def _update(report: Report) -> Panel:
     updates = [_update_seconds(step) for step in arm.steps] if arm else []
     lines = [
         Line(
-            f"{phase} {units.seconds(_median([seconds[phase] for seconds in updates if phase in seconds]))}",
-            _x(arm),
+            f"{phase} {units.seconds(median([seconds[phase] for seconds in updates if phase in seconds]))}",
+            x_of(arm),
             [seconds.get(phase, 0.0) for seconds in updates],
             colour,
         )
         for phase, colour in UPDATE_COLOURS.items()
         if any(seconds.get(phase) for seconds in updates)
     ]
-    return Panel("update", "Weight update", _of(arm, "seconds by phase"), "", lines, stacked=True, last_x=_last(arm))
+    return Panel(
+        "update",
+        "Weight update",
+        _of(arm, "seconds by phase"),
+        "",
+        lines,
+        stacked=True,
+        legend=True,
+        last_x=last_of(arm),
+    )
 
 
 def _update_seconds(step: Step) -> dict[str, float]:
@@ -214,11 +184,11 @@ def _bytes(report: Report) -> Panel:
     lines = []
     for kind in phases_in(kind for step in steps for kind in step.nbytes):
         values = [float(step.nbytes.get(kind, 0)) or math.nan for step in steps]
-        median = _median([value for value in values if not math.isnan(value)])
-        label = f"{kind} {units.nbytes(median) if math.isfinite(median) else 'nothing'}"
-        lines.append(Line(label, _x(arm), values, phase_colour(kind), dashed=kind == "get"))
+        middle = median(values)
+        label = f"{kind} {units.nbytes(middle) if math.isfinite(middle) else 'nothing'}"
+        lines.append(Line(label, x_of(arm), values, phase_colour(kind), dashed=kind == "get"))
     sizes = [value for line in lines for value in line.y if value > 0]
-    panel = Panel("bytes", "Bytes moved", _of(arm, "total"), "", lines, last_x=_last(arm))
+    panel = Panel("bytes", "Bytes moved", _of(arm, "total"), "", lines, legend=True, last_x=last_of(arm))
     if not sizes:
         return panel
     ticks = _binary_ticks(min(sizes), max(sizes))
@@ -231,52 +201,28 @@ def _versions(report: Report) -> Panel:
         served: list[float] = list(accumulate(map(_served, arm.steps), _last_known))
         made = [min(_made(step), default=math.nan) for step in arm.steps]
         label = arm_label(name)
-        lines.append(Line(f"{label}: served", _x(arm), served, arm_colour(name), stairs=True))
-        oldest = Line(f"{label}: oldest of the samples", _x(arm), made, arm_colour(name), 1.5, dashed=True, stairs=True)
+        lines.append(Line(f"{label}: served", x_of(arm), served, arm_colour(name), stairs=True))
+        oldest = Line(
+            f"{label}: oldest of the samples", x_of(arm), made, arm_colour(name), 1.5, dashed=True, stairs=True
+        )
         lines.append(oldest)
     subtitle = "solid: served; dashed: of the samples"
-    return _counting(Panel("versions", "Policy versions", subtitle, "", lines, last_x=_last(*report.arms.values())))
+    return counting(Panel("versions", "Policy versions", subtitle, "", lines, last_x=last_of(*report.arms.values())))
 
 
 def _lag(report: Report) -> Panel:
     lines = []
     for name, arm in _first_on_top(report):
         lags = [float(arm.version_lag(index)) for index in range(len(arm.steps))]
-        lines.append(Line(arm_label(name), _x(arm), lags, arm_colour(name), stairs=True))
+        lines.append(Line(arm_label(name), x_of(arm), lags, arm_colour(name), stairs=True))
     largest = max((lag for line in lines for lag in line.y), default=0.0)
     subtitle = f"of the samples; at most {largest:.0f}" if lines else ""
-    return _counting(Panel("lag", "Version lag", subtitle, "", lines, last_x=_last(*report.arms.values())))
-
-
-def _counting(panel: Panel) -> Panel:
-    """The panel with whole numbers on its y axis, from 0, or from the smallest if that is far above."""
-    known = [value for line in panel.lines for value in line.y if math.isfinite(value)]
-    low, high = min(known, default=0.0), max(known, default=0.0)
-    low = low if low > high - low else 0.0
-    stride = _round_stride((max(high, low + 2) - low) / 5)
-    first, last = int(low // stride), math.ceil(high / stride)
-    ticks = [(float(index * stride), str(index * stride)) for index in range(first, max(last, first + 2) + 1)]
-    bottom, top = ticks[0][0], ticks[-1][0]
-    return replace(panel, y_range=(bottom - 0.04 * (top - bottom), top), y_ticks=ticks)
-
-
-def _round_stride(least: float) -> int:
-    """The smallest of 1, 2, 5, 10, 20, 50, ... that is not below `least`."""
-    power: int = 10 ** max(0, math.ceil(math.log10(max(least, 1))) - 1)
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)
+    return counting(Panel("lag", "Version lag", subtitle, "", lines, last_x=last_of(*report.arms.values())))
 
 
 def _first_on_top(report: Report) -> list[tuple[str, Arm]]:
     """The arms in the order in which to draw them, so that the first covers the others."""
     return list(reversed(report.arms.items()))
-
-
-def _x(arm: Arm | None) -> list[float]:
-    return [step.rollout_id + 1.0 for step in arm.steps] if arm else []
-
-
-def _last(*arms: Arm | None) -> float:
-    return max([x[-1] for arm in arms if (x := _x(arm))], default=1.0)
 
 
 def _of(arm: Arm | None, what: str) -> str:
@@ -293,11 +239,6 @@ def _last_known(before: float, now: float) -> float:
 
 def _made(step: Step) -> list[int]:
     return [int(version) for version in step.sample_versions if version.isdigit()]
-
-
-def _median(values: list[float]) -> float:
-    known = sorted(value for value in values if math.isfinite(value))
-    return known[len(known) // 2] if known else math.nan
 
 
 def _accuracy_range(lines: list[Line]) -> tuple[float, float]:

@@ -16,10 +16,18 @@ pytest.importorskip("plotly", reason="the extra `train` is not installed")
 from miles_plugin.report import html, series, units
 from miles_plugin.report.files import redraw
 from miles_plugin.report.metrics import STEP_KEYS, step_metrics, track_name
+from miles_plugin.report.panel import Label, Line, Panel, counting
 from miles_plugin.report.plot import draw
 from miles_plugin.report.record import FORMAT, Arm, Report, Resume, ShardRecord, Step, UpdateRecord, finite
 from mooncake_store.errors import ConfigError
-from tests.report_samples import make_finished_report, make_report, make_reports, make_step
+from tests.report_samples import (
+    make_async_report,
+    make_buffer,
+    make_finished_report,
+    make_report,
+    make_reports,
+    make_step,
+)
 
 REPORTS = make_reports()
 each_report = pytest.mark.parametrize("report", REPORTS.values(), ids=REPORTS)
@@ -221,7 +229,7 @@ def test_the_picture_differs_from_that_of_an_empty_run(tmp_path: Path) -> None:
 @given(heights=st.lists(st.floats(-3, 3), max_size=4))
 @example(heights=[-3.0, 3.0, 3.0, 3.0])
 def test_labels_do_not_touch_and_stay_inside(heights: list[float]) -> None:
-    labels = series._apart([series.Label(height, "", "") for height in heights], -3.0, 3.0)
+    labels = series._apart([Label(height, "", "") for height in heights], -3.0, 3.0)
     placed = sorted(label.y for label in labels)
     gap = series._LABEL_GAP * 6
     assert all(high - low >= gap - 1e-9 for low, high in pairwise(placed))
@@ -230,8 +238,8 @@ def test_labels_do_not_touch_and_stay_inside(heights: list[float]) -> None:
 
 @given(values=st.lists(st.integers(0, 10**7), min_size=1, max_size=5))
 def test_ticks_of_counts_are_few_and_whole_and_cover_the_data(values: list[int]) -> None:
-    line = series.Line("", list(range(len(values))), [float(value) for value in values], "")
-    panel = series._counting(series.Panel("", "", "", "", [line]))
+    line = Line("", list(range(len(values))), [float(value) for value in values], "")
+    panel = counting(Panel("", "", "", "", [line]))
     ticks = [value for value, _ in panel.y_ticks]
     assert 2 <= len(ticks) <= 8
     assert all(tick == int(tick) and text == str(int(tick)) for tick, text in panel.y_ticks)
@@ -254,6 +262,55 @@ def test_the_title_says_what_came_of_the_run() -> None:
     report.arms["real"].steps.append(make_step(4, shards=[ShardRecord(0, "k", 4, "a", "b")]))
     assert "DIGESTS DIFFER" in series.subtitle(report)
     assert series.title(make_report("--prompt-data", "/data/questions.jsonl")) == "questions: no rollout was finished"
+
+
+def drawn(report: Report, key: str) -> dict[str, list[float]]:
+    """The lines of a panel, by label."""
+    (panel,) = (panel for panel in series.panels(report) if panel.key == key)
+    return {line.label: line.y for line in panel.lines}
+
+
+def test_an_asynchronous_run_shows_how_stale_its_groups_were_against_the_bound() -> None:
+    lines = drawn(make_async_report(), "staleness")
+    assert lines["consumed max"] == [0, 1, 2, 2]
+    assert lines["consumed avg"] == [0.0, 0.5, 1.0, 1.5]
+    assert lines["buffered max"] == pytest.approx([math.nan, 1, 2, 3], nan_ok=True)
+    assert lines["buffered avg"] == pytest.approx([math.nan, 0.75, 1.5, 2.25], nan_ok=True)
+    assert lines["bound 2"] == [2, 2]
+    unbounded = make_report("--fully-async")
+    assert not [label for label in drawn(unbounded, "staleness") if "bound" in label]
+
+
+def test_an_asynchronous_run_shows_who_waited_for_whom() -> None:
+    """A step of 6.54 seconds, 4 of them training, 1.5 waiting; room for 64 groups, 32 in flight. Between two rollouts
+    the buffer counts the 4.54 seconds of the step before that are no generation, and the 2 of its own."""
+    lines = drawn(make_async_report(), "utilisation")
+    assert list(lines) == ["training 61 %", "waiting 23 %", "buffer filled 50 %", "held back 61 %"]
+    train, wait, filled, held_back = lines.values()
+    assert train == pytest.approx([100 * 4 / 6.54] * 4)
+    assert wait == pytest.approx([100 * 1.5 / 6.54] * 4)
+    assert filled == [0, 25, 50, 75]
+    assert held_back == pytest.approx([0, *(100 * 64 * index / (32 * 6.54) for index in (1, 2, 3))])
+    few = drawn(make_async_report("--async-max-concurrent-samples", "64"), "utilisation")
+    assert [label for label in few if "held back" in label] == ["held back 245 %"], "8 in flight"
+
+
+def test_an_asynchronous_run_says_what_became_of_its_groups() -> None:
+    report = make_async_report()
+    said = "128 consumed, 6 recycled, 0 dropped, 4 aborted, 3 stale, 0 steps back"
+    assert dict(series.facts(report))["groups"] == said
+    assert series.footer(report)[-1].endswith(said)
+    lost = make_buffer(0) | {"rollout/fully_async/lost_groups": 2, "rollout/fully_async/version_steps_back": 1}
+    report.arms["shuffled"] = Arm("shuffled", 0.4, [make_step(0, buffer=lost)])
+    said = "160 consumed, 6 recycled, 0 dropped, 5 aborted, 3 stale, 1 steps back, 2 lost"
+    assert dict(series.facts(report))["groups"] == said, "of both arms"
+
+
+def test_a_synchronous_run_says_nothing_of_a_buffer() -> None:
+    report = make_finished_report()
+    assert "groups" not in dict(series.facts(report))
+    assert "groups" not in "".join(series.footer(report))
+    assert {panel.key for panel in series.panels(report)} == {"learning", "time", "bytes", "versions", "lag", "update"}
 
 
 def test_metrics_have_miles_names() -> None:

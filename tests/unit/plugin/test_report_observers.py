@@ -211,7 +211,7 @@ KEYS = {
     "step_finished": {
         "arm", "num_rollout", "rollout_id", "reward", "held_out_accuracy", "loss", "clip_fraction", "grad_norm",
         "samples", "tokens", "tokens_per_second", "trained_tokens_per_second", "seconds", "nbytes", "sample_versions",
-        "served_version", "version_lag", "updates", "eta_seconds",
+        "served_version", "version_lag", "updates", "buffer", "eta_seconds",
     },
     "progress": {"phase", "done_bytes", "total_bytes"},
     "run_finished": {"status", "seconds_total", "summary", "files"},
