@@ -157,7 +157,7 @@ class Engine:
             for prompt, each in zip(prompts, params, strict=True)
             for _ in range(int(each.get("n") or 1))
         ]
-        began = time.time()
+        began = time.monotonic()
         with self._admission.request():
             for each in asked:
                 self._scheduler.submit(each.request)
@@ -345,15 +345,14 @@ class Engine:
             for version, start, end in request.versions
             if start < length or start == 0
         ] or [{"version": self._scheduler.version, "start": 0, "end": 0}]
-        now = time.time()
         meta: dict[str, Any] = {
             "id": uuid.uuid4().hex,
             "finish_reason": _reason(request),
             "weight_version": versions[-1]["version"],
             "weight_versions": versions,
             "completion_tokens": length,
-            "e2e_latency": now - began,
-            "response_sent_to_client_ts": now,
+            "e2e_latency": request.ended_at - began,
+            "response_sent_to_client_ts": time.time(),
         }
         if request.ended != "aborted waiting":
             meta |= {

@@ -27,7 +27,7 @@ class Request:
     """One response in the making.
 
     made: its tokens so far. due: when the next is made, on the monotonic clock. versions, weights: under what they were
-    made. retractions: how often it lost its cache. aborting: it ends with its next token.
+    made. retractions: how often it lost its cache. aborting: it ends with its next token. ended_at: on that clock.
     """
 
     wanted: int
@@ -38,6 +38,7 @@ class Request:
     retractions: int = 0
     aborting: bool = False
     ended: Literal["length", "aborted", "aborted waiting"] | None = None
+    ended_at: float = 0.0
     done: threading.Event = field(default_factory=threading.Event)
 
 
@@ -189,5 +190,5 @@ class Scheduler:
 
 
 def _end(request: Request, how: Literal["length", "aborted", "aborted waiting"]) -> None:
-    request.ended = how
+    request.ended, request.ended_at = how, time.monotonic()
     request.done.set()

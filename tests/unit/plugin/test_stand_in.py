@@ -135,6 +135,15 @@ def test_tokens_keep_what_they_were_made_under() -> None:
     assert request.ended == "aborted"
 
 
+def test_every_request_ends_at_a_time_of_its_own() -> None:
+    scheduler = Scheduler(Latency(token=0.02), "default", lambda: FIRST)
+    long, short = Request(wanted=4), Request(wanted=2)
+    for request in (long, short):
+        scheduler.submit(request)
+    assert long.done.wait(10.0)
+    assert 0.0 < short.ended_at < long.ended_at <= time.monotonic()
+
+
 def test_tokens_that_were_due_before_new_weights_are_made_by_the_old() -> None:
     now = [FIRST]
     scheduler = Scheduler(Latency(prefill=NEVER), "default", lambda: now[0])
