@@ -45,11 +45,12 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
         extra_bytes: of "memory": private memory of the writer at its peak, less what it had before. Of "memory of ..."
             also less the bytes that were made.
         scale: of a scaling run, by name what was varied and how far.
-        latencies: of "rdma", seconds of each operation of the round.
+        latencies: of "rdma", seconds of each operation of the round; of "async", of each sample or step of the turn.
         cpu_seconds: of "rdma", by host ("here", "there") what its processes took.
         delta: of "deltas", by name: "values", and how many of them "changed"; bytes: "wire" of what was made, "bound"
             of what it takes at least.
         machine, versions: where, and of which parts.
+        loop: of "async", by name what the steps of a turn came to; see benchmarks/fully_async/turn.py.
         format: of this line.
     """
 
@@ -68,6 +69,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     latencies: list[float] | None = None
     cpu_seconds: dict[str, float] | None = None
     delta: dict[str, int] | None = None
+    loop: dict[str, float] | None = None
     format: int = FORMAT
 
     @property

@@ -11,6 +11,7 @@ from mooncake_store.errors import ConfigError
 
 _PROG = "miles-mooncake bench"
 _CHECKOUT = Path(__file__).parents[1]
+_PACKAGES = {"async": "fully_async"}  # a keyword is no name of a package
 
 
 class BenchFailed(RuntimeError):
@@ -27,6 +28,7 @@ def bench_parser() -> argparse.ArgumentParser:
     _add_transport(names)
     _add_rdma(names)
     _add_weights(names)
+    _add_async(names)
     return parser
 
 
@@ -39,7 +41,8 @@ def run_bench(argv: Sequence[str]) -> None:
     """
     arguments = bench_parser().parse_args(argv)
     _find_benchmarks()
-    importlib.import_module(f"benchmarks.{arguments.benchmark}.command").run(arguments)
+    package = _PACKAGES.get(arguments.benchmark, arguments.benchmark)
+    importlib.import_module(f"benchmarks.{package}.command").run(arguments)
 
 
 def _find_benchmarks() -> None:
@@ -233,6 +236,67 @@ def _add_weights(names: Any) -> None:
         "and of a step of AdamW; then published and materialized; written to runs/deltas-<run id> (default: off)",
     )
     output = _add_output(parser, "weights")
+    output.add_argument("--check", action="store_true", help="end with status 1 when a target is missed (default: 0)")
+
+
+def _add_async(names: Any) -> None:
+    parser = names.add_parser(
+        "async",
+        help="samples per second of fully asynchronous training beside synchronous, and what the simulation says",
+        description="Run the rollout manager as a job does, once in turn with training and once beside it, by each "
+        "bound, against a stand-in engine whose samples take long-tailed times, the same in all modes; training and "
+        "the transfer of weights are waited for. In rounds in which all take turns. Then simulate the same loop from "
+        "what was measured of the synchronous turns. Prints tables; writes JSON lines, the tables as Markdown and a "
+        "plot. docs/benchmarks.md says what is real.",
+    )
+    load = parser.add_argument_group("load", "what takes how long")
+    load.add_argument(
+        "--generation-seconds",
+        metavar="DIST",
+        help="of a sample, as `simulate async` has it (default: lognormal:0.4,0.8,3.2; with --quick "
+        "lognormal:0.05,0.8,0.4)",
+    )
+    load.add_argument(
+        "--step-seconds", type=float, metavar="X", help="of a training step (default: 1.2; with --quick 0.1)"
+    )
+    load.add_argument(
+        "--update-seconds",
+        type=float,
+        metavar="X",
+        help="that weights travel while engines are paused (default: 0.1; with --quick 0.01)",
+    )
+    loop = parser.add_argument_group("loop", "settings of the job")
+    loop.add_argument(
+        "--rollout-batch-size", type=int, metavar="N", help="groups of a step (default: 8; with --quick 4)"
+    )
+    loop.add_argument(
+        "--n-samples-per-prompt", type=int, metavar="N", help="samples of a group (default: 4; with --quick 2)"
+    )
+    loop.add_argument(
+        "--max-weight-staleness",
+        nargs="+",
+        default=["2", "4"],
+        metavar="VALUES",
+        help="of the asynchronous turns, each its own; or `none` (default: 2 4)",
+    )
+    loop.add_argument(
+        "--async-data-buffer-capacity-factor",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="rollout batches of finished groups that may wait (default: 1)",
+    )
+    how = parser.add_argument_group("measurement", "how often")
+    how.add_argument("--steps", type=int, metavar="N", help="of a turn that are measured (default: 8; with --quick 3)")
+    how.add_argument(
+        "--warmup-steps", type=int, metavar="N", help="before those, in each turn (default: 3; with --quick 1)"
+    )
+    how.add_argument("--repeats", type=int, metavar="N", help="rounds (default: 3; with --quick 1)")
+    how.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and times (default: 0)")
+    how.add_argument(
+        "--quick", action="store_true", help="a run of seconds that proves only that it works (default: off)"
+    )
+    output = _add_output(parser, "async")
     output.add_argument("--check", action="store_true", help="end with status 1 when a target is missed (default: 0)")
 
 
