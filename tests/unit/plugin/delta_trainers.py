@@ -160,7 +160,7 @@ def _forked(work: Callable[[], None]) -> int:
 
 def late_replica_arrives(place: Place) -> None:
     """A host that comes last, and one whose directory is half gone."""
-    newest = place.reader("late").newest() or 0  # a version that was not yet named the latest when its trainer died is none
+    newest = place.reader("late").newest() or 0  # not one that its trainer had no time to name the latest
     assert place.reader("late").bring_to().version == newest
     shutil.rmtree(place.root / "local" / "a", ignore_errors=True)
     assert place.reader("local").bring_to().version == newest
