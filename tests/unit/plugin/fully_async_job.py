@@ -146,6 +146,7 @@ class Life:
         self.rollouts = 0 if resume is None else resume.rollouts
         self.learned = [] if resume is None else list(resume.learned)
         self.last: Rollout | None = None
+        self.versions: set[str] = set()  # that made all its rollouts
         self.update()
 
     @property
@@ -164,6 +165,7 @@ class Life:
     def take(self) -> list[int]:
         """A rollout, read by all ranks; positions of its items."""
         self.last = rollout = self.manager.generate(self.rollouts)
+        self.versions |= {*rollout.weight_versions}
         with self.manager._store.get(rollout.shards[0].ref) as batch:
             positions = [int(each["item"]) for each in batch["metadata"]]
         for shard in rollout.shards:

@@ -359,13 +359,11 @@ def test_what_weights_made_that_are_undone_is_generated_again(world: World) -> N
         for _ in range(2 * CAPACITY // BATCH):
             life.step()
 
-    stored = killed_with_a_full_buffer(world, twice)
-    left = list(world.carrier.objects)
-    with world.life(resume=world.saved[-1]) as life:
-        life.step()
-        assert not {*left} & {*world.carrier.objects}, "and removed from the store"
+    killed_with_a_full_buffer(world, twice)
+    undone, left = int(world.engines.version), {*world.carrier.objects}
     life = goes_on(world)
-    assert {*stored} & {*world.engines.asked}
+    assert min(map(int, life.versions)) > undone
+    assert not left & {*world.carrier.objects}, "removed from the store"
 
 
 def test_a_run_that_saves_elsewhere_leaves_the_first_one_its_samples(world: World) -> None:
@@ -375,6 +373,16 @@ def test_a_run_that_saves_elsewhere_leaves_the_first_one_its_samples(world: Worl
         learn_from_all(life, world.saved[-1])
     assert {*stored} <= {*world.engines.asked}
     assert {*left} == {*world.carrier.objects}
+
+
+def test_what_another_run_left_in_the_new_directory_is_not_taken_up(world: World) -> None:
+    """Its versions are not those of the checkpoint, though they have the same numbers."""
+    stored = killed_with_a_full_buffer(world)
+    (world.directory / "elsewhere").mkdir()
+    world.journal.rename(world.directory / "elsewhere" / world.journal.name)
+    with world.life(resume=world.saved[-1], save="elsewhere") as life:
+        learn_from_all(life, world.saved[-1])
+    assert {*stored} <= {*world.engines.asked}
 
 
 def test_an_older_checkpoint_learns_again_from_what_came_after_it(world: World) -> None:
