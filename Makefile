@@ -1,5 +1,5 @@
 # make demo    install what is needed into .venv, run the main job on this machine
-# make test    the tests that need no GPU, about fourteen minutes on two cores
+# make test    the tests that need no GPU, about twenty minutes on two cores
 # make test-full    also the long ones: every part killed, resumed runs that learn, both backends
 # make lint    formatting, lint and types
 # Variables: PYTHON=python3.12 (which interpreter), TORCH_INDEX=URL (another package index for torch), VENV=DIR
