@@ -1,19 +1,22 @@
-"""What becomes of a run: printed, compared with an earlier one, written, and put into a document."""
+"""What becomes of a run: whether it can be written, and then its table, files, comparison and place in a document."""
 
 from __future__ import annotations
 
 import argparse
 import errno
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks import compare, markdown
 from benchmarks.measurements import Measurement
 from miles_plugin.bench_commands import BenchFailed
+from mooncake_store.errors import ConfigError
 
+LINES = "measurements.jsonl"
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
@@ -35,6 +38,29 @@ class Outcome:
     ours: Sequence[str]
     text: str
     draw: Callable[[Path], Sequence[Path]]
+
+
+def prepare(
+    arguments: argparse.Namespace, mark: str, logs: Path, loads: Mapping[str, Mapping[str, Any]]
+) -> Sequence[Measurement]:
+    """Make the directory of logs, in that of the run; return the measurements to compare with, or none.
+
+    Args:
+        arguments: the flags `--compare` and `--document`. mark: see `Outcome`. loads: what is measured, by variant.
+
+    Raises:
+        ConfigError: one of these cannot be used; better known before anything is measured.
+    """
+    old = compare.read_same_load(arguments.compare, loads)
+    if arguments.document:
+        markdown.check_document(arguments.document, mark)
+    if (logs.parent / LINES).exists():
+        raise ConfigError(f"--output {logs.parent} has the measurements of another run; name another directory")
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output {logs.parent}: {error.strerror}; name another directory") from error
+    return old
 
 
 def tell(arguments: argparse.Namespace, outcome: Outcome, old: Sequence[Measurement]) -> None:

@@ -215,7 +215,9 @@ def _add_weights(names: Any) -> None:
         "--ranks", nargs="+", type=int, default=[1], metavar="N", help="processes of the trainer (default: 1)"
     )
     load.add_argument(
-        "--bucket", metavar="SIZE", help="of a broadcast (default: the job's --update-weight-buffer-size, 512mb)"
+        "--bucket",
+        metavar="SIZE",
+        help="that is sent at a time (default: the job's --update-weight-buffer-size, 512mb)",
     )
     how = parser.add_argument_group("measurement", "how often")
     how.add_argument(

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks import compare, markdown
 from benchmarks.fully_async import plot, prediction, report
 from benchmarks.fully_async.engine import EngineProcess, Plan, Sample
 from benchmarks.fully_async.loop import STORE, Job
@@ -16,7 +15,7 @@ from benchmarks.fully_async.prediction import GENERATION, PREPARE, STEP, TRAININ
 from benchmarks.fully_async.settings import Settings, resolve
 from benchmarks.fully_async.turn import Step, seconds_of, summary
 from benchmarks.measurements import Measurement
-from benchmarks.outcome import Outcome, tell
+from benchmarks.outcome import LINES, Outcome, prepare, tell
 from benchmarks.processes import SpawnedProcess
 from benchmarks.progress import Steps
 from benchmarks.recorder import Recorder
@@ -24,7 +23,6 @@ from benchmarks.targets import check
 from miles_plugin.arguments import TrainConfig
 from miles_plugin.interrupt import in_order, no_descendant_left
 from miles_plugin.object_store import start_segment_holder
-from mooncake_store.errors import ConfigError
 from mooncake_store.master import MasterProcess
 
 MARK = "async"
@@ -38,14 +36,8 @@ def run(arguments: argparse.Namespace) -> None:
         BenchFailed: a rollout was not what it must be, or with --check a target was missed.
     """
     settings = resolve(arguments)
-    old = compare.read_same_load(arguments.compare, {settings.generation_seconds: settings.load()})
-    if arguments.document:
-        markdown.check_document(arguments.document, MARK)
-    try:
-        settings.logs.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError(f"--output {settings.output}: {error}; name another directory") from error
-    recorder = Recorder(settings.run, settings.output / "measurements.jsonl")
+    old = prepare(arguments, MARK, settings.logs, {settings.generation_seconds: settings.load()})
+    recorder = Recorder(settings.run, settings.output / LINES)
     _measure(settings, recorder)
     _tell(arguments, settings, recorder, old)
 

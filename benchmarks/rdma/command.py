@@ -11,8 +11,9 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
-from benchmarks import compare, markdown, measurements
+from benchmarks import measurements
 from benchmarks.measurements import Measurement
+from benchmarks.outcome import LINES, Outcome, prepare, tell
 from benchmarks.processes import SpawnedProcess
 from benchmarks.progress import Steps
 from benchmarks.rdma import counters, plot, report
@@ -26,7 +27,6 @@ from benchmarks.recorder import Recorder
 from miles_plugin.bench_commands import BenchFailed
 from miles_plugin.interrupt import in_order, no_descendant_left
 from mooncake_store.config import fit_to_host
-from mooncake_store.errors import ConfigError
 from mooncake_store.holder import start_holder
 from mooncake_store.master import master_command
 from mooncake_store.process import ManagedProcess, free_ports
@@ -50,25 +50,15 @@ def run(arguments: argparse.Namespace) -> None:
         return
     settings = resolve_settings(arguments)
     fit_to_host(settings.config, contributes=False)
-    old = compare.read_same_load(arguments.compare, {case.name: settings.load(case) for case in settings.cases})
-    if arguments.document:
-        markdown.check_document(arguments.document, MARK)
-    try:
-        settings.logs.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError(f"--output {settings.output}: {error}; name another directory") from error
-    path = settings.output / "measurements.jsonl"
+    old = prepare(arguments, MARK, settings.logs, {case.name: settings.load(case) for case in settings.cases})
+    path = settings.output / LINES
     found, context = _measure(settings, path)
     text = report.text(found, context)
-    print(text)
-    if old:
-        print(f"\nCompared with {arguments.compare}:\n\n{compare.text(compare.changes(old, found, (STORE,)))}")
-    page = settings.output / "rdma.md"
-    page.write_text(text + "\n")
-    pictures = plot.draw(found, context, settings.output)
-    if arguments.document:
-        markdown.insert(arguments.document, MARK, text)
-    print(f"\nwritten: {', '.join(map(str, [path, page, *pictures]))}")
+
+    def draw(directory: Path) -> Sequence[Path]:
+        return plot.draw(found, context, directory)
+
+    tell(arguments, Outcome(settings.output, path, MARK, found, (STORE,), text, draw), old)
 
 
 def _measure(settings: Settings, path: Path) -> tuple[Sequence[Measurement], report.Context]:

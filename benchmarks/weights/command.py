@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from multiprocessing import resource_tracker
 from pathlib import Path
 
-from benchmarks import compare, markdown
 from benchmarks.measurements import Measurement
-from benchmarks.outcome import Outcome, tell
+from benchmarks.outcome import LINES, Outcome, prepare, tell
 from benchmarks.progress import Steps
 from benchmarks.recorder import Recorder
 from benchmarks.targets import check
@@ -18,7 +17,6 @@ from benchmarks.weights.settings import Case, Settings, resolve
 from benchmarks.weights.trainer import MODES
 from benchmarks.weights.turns import PROVEN, Stage, stage
 from miles_plugin.interrupt import in_order, no_descendant_left
-from mooncake_store.errors import ConfigError
 
 MARK = "weights"
 OURS = (*MODES, *PROVEN.values())
@@ -35,14 +33,8 @@ def run(arguments: argparse.Namespace) -> None:
         delta_command.run(arguments)
         return
     settings = resolve(arguments)
-    old = compare.read_same_load(arguments.compare, {case.name: settings.load(case) for case in settings.cases})
-    if arguments.document:
-        markdown.check_document(arguments.document, MARK)
-    try:
-        settings.logs.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError(f"--output {settings.output}: {error}; name another directory") from error
-    recorder = Recorder(settings.run, settings.output / "measurements.jsonl")
+    old = prepare(arguments, MARK, settings.logs, {case.name: settings.load(case) for case in settings.cases})
+    recorder = Recorder(settings.run, settings.output / LINES)
     _measure(settings, recorder)
     _tell(arguments, settings, recorder, old)
 

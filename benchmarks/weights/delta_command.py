@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import resource_tracker
 from pathlib import Path
 
-from benchmarks import compare, markdown
-from benchmarks.outcome import Outcome, full_disk_told, tell
+from benchmarks.outcome import LINES, Outcome, full_disk_told, prepare, tell
 from benchmarks.progress import Steps
 from benchmarks.recorder import Recorder
 from benchmarks.targets import check
@@ -18,9 +17,6 @@ from benchmarks.weights.delta_sides import Codec
 from benchmarks.weights.delta_turns import CODECS, measure, steps_of
 from miles_plugin.interrupt import in_order, no_descendant_left
 from miles_plugin.weight_transfer.disk_delta.codec import ENCODINGS
-from mooncake_store.errors import ConfigError
-
-_LINES = "measurements.jsonl"
 
 
 def run(arguments: argparse.Namespace, codecs: Mapping[str, Callable[[], Codec]] = CODECS) -> None:
@@ -32,16 +28,8 @@ def run(arguments: argparse.Namespace, codecs: Mapping[str, Callable[[], Codec]]
             missed.
     """
     settings = resolve(arguments)
-    old = compare.read_same_load(arguments.compare, {case.name: settings.load(case) for case in CASES})
-    if arguments.document:
-        markdown.check_document(arguments.document, DELTAS)
-    if (settings.output / _LINES).exists():
-        raise ConfigError(f"--output {settings.output} has the measurements of another run; name another directory")
-    try:
-        settings.logs.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--output {settings.output}: {error.strerror}; name another directory") from error
-    recorder = Recorder(settings.run, settings.output / _LINES)
+    old = prepare(arguments, DELTAS, settings.logs, {case.name: settings.load(case) for case in CASES})
+    recorder = Recorder(settings.run, settings.output / LINES)
     with full_disk_told(settings.output):
         _measure(settings, recorder, codecs)
         found = delta_targets.results(recorder.measurements)
