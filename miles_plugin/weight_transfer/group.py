@@ -9,6 +9,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -84,6 +85,9 @@ class EngineGroup:
             self._pool.submit(client.init_weights_group, address, port, offset, size, name, backend)
             for client, offset in zip(self._clients, offsets, strict=True)
         ]
+        order: list[str] = []  # in which engines said no
+        for engine, job in zip(engines, joining, strict=True):
+            job.add_done_callback(partial(_note_refusal, order, engine.url))
         try:
             self._group = _join_as_root(address, port, size, name, backend, timedelta(seconds=bounds.join))
             for job in joining:
@@ -98,7 +102,7 @@ class EngineGroup:
             raise NotFormed(
                 f"process group {name} of {size} ranks did not form within {bounds.join:.0f} s: "
                 f"{'; '.join(refusals.values()) or error}",
-                refusals.keys(),
+                order[0] if order else None,
             ) from error
 
     def send(self, bucket: Bucket) -> Mapping[str, str]:
@@ -166,6 +170,11 @@ class EngineGroup:
         group, self._group = self._group, None
         if group is not None:
             _bounded(lambda: dist.destroy_process_group(group))
+
+
+def _note_refusal(order: list[str], url: str, joined: Future[None]) -> None:
+    if joined.exception():
+        order.append(url)
 
 
 def _leave(client: SGLangEngine, name: str) -> None:

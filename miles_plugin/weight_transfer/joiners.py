@@ -17,9 +17,10 @@ Engines = list[EngineAddress]
 
 
 class NotFormed(EngineError):
-    """A process group did not form. refused: URLs of those who said so, while the others still waited for them."""
+    """A process group did not form. refused: URL of the engine that said so first, if one did; who says no after it
+    may have waited for it in vain."""
 
-    def __init__(self, message: str, refused: Collection[str] = ()) -> None:
+    def __init__(self, message: str, refused: str | None = None) -> None:
         super().__init__(message)
         self.refused = refused
 
@@ -102,5 +103,6 @@ class Joiners:
                 self._form(engines)
             except NotFormed as error:
                 self._tried[urls] = str(error)
-                self._refusals.update(error.refused)
+                if error.refused is not None:
+                    self._refusals[error.refused] += 1
         return self._tried[urls]

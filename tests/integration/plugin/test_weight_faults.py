@@ -232,12 +232,13 @@ def assert_serves_no_mixture(engine: StandIn) -> None:
     assert all(policy is None or len(policy) == 1 for policy in policies), "None: those that it was started with"
 
 
+@pytest.mark.parametrize("join", [2, pytest.param(5, marks=pytest.mark.slow, id="the good one gives up, too")])
 @pytest.mark.parametrize("bad", [0, 1])
 def test_an_engine_that_joins_alone_but_not_with_the_other_is_left_out(
-    bad: int, engines: Engines, open_updater: Callable[..., Updater]
+    bad: int, join: float, engines: Engines, open_updater: Callable[..., Updater]
 ) -> None:
-    """Both wait when they are to join together; the one that says no is to blame, wherever it stands."""
-    updater = open_updater("broadcast", bounds=replace(BOUNDS, join=2))
+    """Both wait when they are to join together; the one that says no first is to blame, wherever it stands."""
+    updater = open_updater("broadcast", bounds=replace(BOUNDS, join=join))
     culprit, good = engines.standing[bad], engines.standing[1 - bad]
     for after in (1, 3):  # of its calls the second one is to join alone
         culprit.fault("/init_weights_update_group", "status", after=after)

@@ -30,7 +30,7 @@ class Trials:
     def form(self, group: Sequence[EngineAddress]) -> None:
         self.tried.append(tuple(group))
         if not self._forms(set(group)):
-            raise NotFormed("it did not form", [each.url for each in self._refusing if each in group])
+            raise NotFormed("it did not form", next((each.url for each in self._refusing if each in group), None))
 
 
 def without(*bad: EngineAddress) -> Callable[[set[EngineAddress]], bool]:
