@@ -1,6 +1,8 @@
 """HTTP to engines: each request is bounded in seconds as a whole, from connecting to the last byte of the answer.
 
-A timeout of httpx is for each wait: an engine that sends a byte now and then would hold a request for ever.
+A timeout of httpcore is for each wait: an engine that sends a byte now and then would hold a request for ever. And it
+looks at every connection before each request: with a thousand of them it does little else. Where requests are many,
+aiohttp has them.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import aiohttp
 import httpcore
 import httpx
 
@@ -146,13 +149,7 @@ class AsyncHTTP:
     """
 
     def __init__(self, connections: int, seconds: float = GENERATE_SECONDS) -> None:
-        self._http = httpx.AsyncClient(
-            limits=httpx.Limits(
-                max_connections=None, max_keepalive_connections=connections, keepalive_expiry=_IDLE_SECONDS
-            ),
-            timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
-            trust_env=False,
-        )
+        self._session: aiohttp.ClientSession | None = None  # it can be made in the event loop only
         self._turn, self._seconds = asyncio.Semaphore(connections), seconds
         self._waiting: set[tuple[str, asyncio.Task[Any]]] = set()  # for answers, with the URLs asked
 
@@ -184,31 +181,44 @@ class AsyncHTTP:
     async def _post(self, url: str, body: Mapping[str, Any]) -> Any:
         try:
             async with self._turn, asyncio.timeout(self._seconds):
-                answer = await self._answer(url, body)
+                status, content = await self._answer(url, body)
         except TimeoutError as error:
             raise _too_late(url, _LATE, self._seconds) from error
-        if answer.is_error:
-            raise _refused(url, answer.status_code, answer.text)
+        if status >= 400:
+            raise _refused(url, status, content.decode(errors="replace"))
         try:
-            return answer.json()
+            return json.loads(content)
         except ValueError as error:
-            raise EngineError(f"{url}: an answer that makes no sense: {error}", answer.status_code) from error
+            raise EngineError(f"{url}: an answer that makes no sense: {error}", status) from error
 
-    async def _answer(self, url: str, body: Mapping[str, Any]) -> httpx.Response:
+    async def _answer(self, url: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
+        if self._session is None:
+            self._session = _session()
         for attempt in range(_ATTEMPTS):
             try:
-                return await self._http.post(url, json=body)
-            except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError) as error:
+                async with self._session.post(url, json=body, allow_redirects=False) as answer:
+                    return answer.status, await answer.read()
+            except aiohttp.ConnectionTimeoutError as error:
+                raise _too_late(url, "no connection", _CONNECT_SECONDS) from error
+            except (aiohttp.ClientConnectorError, aiohttp.InvalidURL) as error:
+                raise _no_answer(url, error) from error
+            except aiohttp.ClientError as error:
                 if attempt + 1 == _ATTEMPTS:
                     raise _no_answer(url, error) from error
-            except httpx.ConnectTimeout as error:
-                raise _too_late(url, "no connection", _CONNECT_SECONDS) from error
-            except httpx.TransportError as error:
-                raise _no_answer(url, error) from error
         raise AssertionError("unreachable")
 
     async def close(self) -> None:
-        await self._http.aclose()
+        if self._session is not None:
+            await self._session.close()
+
+
+def _session() -> aiohttp.ClientSession:
+    """Without bounds of its own, but for how long a connection may take to be made or to lie idle."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
+        cookie_jar=aiohttp.DummyCookieJar(),
+    )
 
 
 def _too_late(url: str, what: str, seconds: float) -> EngineTimeout:

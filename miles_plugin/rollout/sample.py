@@ -1,6 +1,6 @@
 """What one generated response is, before it becomes a row of a rollout batch."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -84,3 +84,8 @@ def merge_versions(versions: list[str], meta_info: Mapping[str, Any]) -> None:
     for span in meta_info["weight_versions"]:
         if not versions or versions[-1] != span["version"]:
             versions.append(span["version"])
+
+
+def in_order(versions: Iterable[str]) -> list[str]:
+    """The oldest first, as numbers: "9" before "10". One that is no number is that of an engine before its first."""
+    return sorted(versions, key=lambda version: (int(version) if version.isdigit() else -1, version))

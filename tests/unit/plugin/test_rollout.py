@@ -10,7 +10,7 @@ import pytest
 from miles_plugin.rollout.advantage import assign_group_advantages, shuffle_rewards
 from miles_plugin.rollout.batch import deal_groups, to_columns
 from miles_plugin.rollout.inputs import RolloutFnTrainInput
-from miles_plugin.rollout.sample import Sample
+from miles_plugin.rollout.sample import Sample, in_order
 from mooncake_store.decode import decode
 from mooncake_store.encode import batch_digest, encode
 
@@ -142,3 +142,7 @@ def test_a_rollout_is_asked_for_as_in_miles() -> None:
     assert not RolloutFnTrainInput(3).evaluation
     with pytest.raises(dataclasses.FrozenInstanceError):
         RolloutFnTrainInput(3).weight_version = 1  # type: ignore[misc]
+
+
+def test_versions_come_in_the_order_of_their_numbers() -> None:
+    assert in_order({"10", "9", "default", "100"}) == ["default", "9", "10", "100"]

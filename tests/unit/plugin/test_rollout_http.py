@@ -1,6 +1,7 @@
 """The HTTP clients of engines, against servers that drop connections, make no sense, or send a byte now and then."""
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
@@ -294,3 +295,44 @@ def test_a_request_that_is_taken_in_byte_by_byte_is_given_up_too() -> None:
         server.close()
 
     asyncio.run(run())
+
+
+def test_a_request_costs_no_more_beside_many_others() -> None:
+    """A client that looks at all connections for each request is busy with nothing else where a thousand are open."""
+
+    def calls_per_request(together: int) -> float:
+        calls = 0
+
+        def count(_frame: object, event: str, _argument: object) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        async def run() -> None:
+            all_there, asked = asyncio.Event(), 0
+
+            async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                nonlocal asked
+                while await reader.read(65536):
+                    asked += 1
+                    if asked == together:
+                        all_there.set()
+                    await all_there.wait()
+                    writer.write(OK)
+                writer.close()
+
+            server = await asyncio.start_server(answer, "127.0.0.1", 0, backlog=together)
+            http = AsyncHTTP(connections=together)
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            await asyncio.gather(*(http.post(url, {}) for _ in range(together)))  # connects
+            sys.setprofile(count)
+            try:
+                await asyncio.gather(*(http.post(url, {}) for _ in range(together)))
+            finally:
+                sys.setprofile(None)
+            await http.close()
+            server.close()
+
+        asyncio.run(run())
+        return calls / together
+
+    assert calls_per_request(256) < 1.5 * calls_per_request(16)
