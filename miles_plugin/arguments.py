@@ -237,8 +237,9 @@ class TrainingArguments(BaseModel):
     eps_clip_high: float = Field(0.28, gt=0, description="policy ratio clip, upper side")
     use_tis: bool = Field(
         False,
-        description="weigh each token by how much likelier it has become since it was sampled (truncated importance "
-        "sampling) instead of clipping the ratio; for samples of older policies",
+        description="for samples of older policies: clip the ratio to the policy as it was before it learns from them "
+        "instead of to the one that sampled them, and weigh each token by the ratio of these two (truncated importance "
+        "sampling, as in miles); costs a forward pass",
     )
     tis_clip: float = Field(2.0, gt=0, description="the greatest such weight (--use-tis only)")
     seed: int = Field(

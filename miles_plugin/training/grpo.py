@@ -11,13 +11,16 @@ class PaddedBatch:
 
     tokens: [n, t] int64. attention_mask: [n, t] int64, 1 on real tokens.
     response_mask: [n, t - 1] float32, 1 where the *next* token is a response token that counts.
-    old_log_probs: [n, t - 1] float32, of those next tokens under the policy that sampled them, 0 elsewhere.
+    sampled_log_probs: [n, t - 1] float32, of those next tokens under the policy that sampled them, 0 elsewhere.
+    old_log_probs: the same under the policy that is not to be left at once: that one, or the trainer's own before its
+        first step on these samples.
     advantages: [n] float32.
     """
 
     tokens: torch.Tensor
     attention_mask: torch.Tensor
     response_mask: torch.Tensor
+    sampled_log_probs: torch.Tensor
     old_log_probs: torch.Tensor
     advantages: torch.Tensor
 
@@ -32,31 +35,25 @@ def next_token_log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature
     return chosen - scaled.logsumexp(-1)
 
 
-def truncated_importance_loss(
-    log_probs: torch.Tensor, batch: PaddedBatch, most: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums over the response tokens of (the importance-weighted loss, whether its weight was truncated): both scalars.
+def truncated_weights(batch: PaddedBatch, most: float) -> torch.Tensor:
+    """[n, t - 1]: how much likelier a token is under the old policy than under the one that sampled it, at most `most`.
 
-    The loss is -min(r, most) A log p, r the probability ratio of the current policy to the one that sampled the token,
-    which is a weight only: no gradient goes through it. Unlike with the clipped surrogate, a token that has grown
-    unlikely since still teaches, by as much less. Every sample is learned from once, so no policy lies between the two.
+    Samples of an older policy, each by its weight, are in the mean as if the old policy had sampled them.
     """
-    ratio = (log_probs.detach() - batch.old_log_probs).exp()
-    loss = -ratio.clamp(max=most) * batch.advantages[:, None] * log_probs
-    return (loss * batch.response_mask).sum(), ((ratio > most).float() * batch.response_mask).sum()
+    return (batch.old_log_probs - batch.sampled_log_probs).exp().clamp(max=most)
 
 
 def clipped_policy_loss(
-    log_probs: torch.Tensor, batch: PaddedBatch, eps_low: float, eps_high: float
+    log_probs: torch.Tensor, batch: PaddedBatch, weights: torch.Tensor | float, eps_low: float, eps_high: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums over the response tokens of (the clipped surrogate loss, whether the clip bound): both scalars.
+    """Sums over the response tokens of (the weighted clipped surrogate loss, whether the clip bound): both scalars.
 
     The surrogate is min(r A, clip(r, 1 - eps_low, 1 + eps_high) A), r the probability ratio of the current policy
-    to the one that sampled the token. Divide by the global number of response tokens for the token mean.
+    to the old one. Divide by the global number of response tokens for the token mean.
     """
     ratio = (log_probs - batch.old_log_probs).exp()
     advantage = batch.advantages[:, None]
     clipped = ratio.clamp(1 - eps_low, 1 + eps_high)
-    loss = -torch.minimum(ratio * advantage, clipped * advantage)
+    loss = -torch.minimum(ratio * advantage, clipped * advantage) * weights
     bound = (clipped * advantage < ratio * advantage).float()
     return (loss * batch.response_mask).sum(), (bound * batch.response_mask).sum().detach()

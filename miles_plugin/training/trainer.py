@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,10 +16,13 @@ from miles_plugin.training.grpo import (
     PaddedBatch,
     clipped_policy_loss,
     next_token_log_probs,
-    truncated_importance_loss,
+    truncated_weights,
 )
 from miles_plugin.training.policy import load_sharded
 from miles_plugin.training.state import load_state, save_state
+
+# A column that the trainer adds to a rollout batch: of each response, float32, as `rollout_log_probs`.
+_OLD_LOG_PROBS = "old_log_probs"
 
 
 class Trainer:
@@ -67,10 +71,12 @@ class Trainer:
     def train(self, batch: Mapping[str, Any]) -> dict[str, float]:
         """Learn from this rank's shard of a rollout batch; collective over all ranks.
 
-        Returns means over the response tokens of all ranks: loss, clip_fraction (of ratios, or of weights that were
-        truncated); and grad_norm, of the last step.
+        Returns means over the response tokens of all ranks: loss and clip_fraction (of ratios); and grad_norm, of the
+        last step.
         """
         samples = len(batch["tokens"])
+        if self._config.use_tis:
+            batch = {**batch, _OLD_LOG_PROBS: self._response_log_probs(batch)}
         totals = torch.zeros(2, device=self._device)
         grad_norm = 0.0
         steps = self._config.num_steps_per_rollout
@@ -87,13 +93,10 @@ class Trainer:
         dist.all_reduce(tokens)
         tokens.clamp_(min=1.0)  # a step whose samples are all masked teaches nothing; it is not a division by zero
         totals = torch.zeros(2, device=self._device)
-        for padded in self._micro_batches(batch, rows):
-            logits = self.model(padded.tokens, attention_mask=padded.attention_mask, use_cache=False).logits
-            log_probs = next_token_log_probs(logits, padded.tokens, config.rollout_temperature)
-            if config.use_tis:
-                loss, clipped = truncated_importance_loss(log_probs, padded, config.tis_clip)
-            else:
-                loss, clipped = clipped_policy_loss(log_probs, padded, config.eps_clip, config.eps_clip_high)
+        for _, padded in self._micro_batches(batch, rows):
+            weights = truncated_weights(padded, config.tis_clip) if config.use_tis else 1.0
+            log_probs = self._log_probs(padded)
+            loss, clipped = clipped_policy_loss(log_probs, padded, weights, config.eps_clip, config.eps_clip_high)
             # FSDP averages gradients over the ranks; the token mean is over all ranks' tokens together.
             torch.autograd.backward(loss * dist.get_world_size() / tokens)
             totals += torch.stack([loss.detach(), clipped])
@@ -104,12 +107,28 @@ class Trainer:
         dist.all_reduce(totals)
         return totals / tokens, float(norm.full_tensor())  # type: ignore[attr-defined]  # a DTensor under FSDP2
 
-    def _micro_batches(self, batch: Mapping[str, Any], rows: Sequence[int]) -> Iterator[PaddedBatch]:
+    @torch.no_grad()
+    def _response_log_probs(self, batch: Mapping[str, Any]) -> list[npt.NDArray[np.float32]]:
+        """Of each row's response tokens, under the policy as it is."""
+        found: dict[int, npt.NDArray[np.float32]] = {}
+        for rows, padded in self._micro_batches(batch, range(len(batch["tokens"]))):
+            for row, log_probs in zip(rows, self._log_probs(padded).cpu().numpy(), strict=True):
+                found[row] = log_probs[_response(batch, row)]
+        return [found[row] for row in range(len(found))]
+
+    def _log_probs(self, padded: PaddedBatch) -> torch.Tensor:
+        logits = self.model(padded.tokens, attention_mask=padded.attention_mask, use_cache=False).logits
+        return next_token_log_probs(logits, padded.tokens, self._config.rollout_temperature)
+
+    def _micro_batches(
+        self, batch: Mapping[str, Any], rows: Sequence[int]
+    ) -> Iterator[tuple[Sequence[int], PaddedBatch]]:
         # By length, so that little of a micro-batch is padding; every rank has equally many, which FSDP needs.
         ordered = sorted(rows, key=lambda row: len(batch["tokens"][row]))
         size = self._config.micro_batch_size
         for start in range(0, len(ordered), size):
-            yield pad(batch, ordered[start : start + size], self._device)
+            chosen = ordered[start : start + size]
+            yield chosen, pad(batch, chosen, self._device)
 
 
 def learning_rate_factor(config: TrainConfig, step: int) -> float:
@@ -125,21 +144,28 @@ def learning_rate_factor(config: TrainConfig, step: int) -> float:
 
 
 def pad(batch: Mapping[str, Any], rows: Sequence[int], device: torch.device) -> PaddedBatch:
-    """Copy some rows of a rollout batch (numpy views, read-only) into padded tensors on `device`."""
+    """Copy some rows of a rollout batch (numpy views, read-only) into padded tensors on `device`.
+
+    batch: with a column of its responses' log-probabilities under the old policy, unless that sampled them.
+    """
     lengths = [len(batch["tokens"][row]) for row in rows]
     shape = (len(rows), max(lengths))
     tokens, attention = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    response_mask, old_log_probs = (
-        np.zeros((shape[0], shape[1] - 1), np.float32),
-        np.zeros((shape[0], shape[1] - 1), np.float32),
-    )
+    response_mask, sampled, old = (np.zeros((shape[0], shape[1] - 1), np.float32) for _ in range(3))
     for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
         tokens[i, :length] = batch["tokens"][row]
         attention[i, :length] = 1
-        response = slice(length - 1 - int(batch["response_lengths"][row]), length - 1)
+        response = _response(batch, row)
         response_mask[i, response] = batch["loss_masks"][row]
-        old_log_probs[i, response] = batch["rollout_log_probs"][row]
+        sampled[i, response] = batch["rollout_log_probs"][row]
+        old[i, response] = batch.get(_OLD_LOG_PROBS, batch["rollout_log_probs"])[row]
     advantages = np.asarray([batch["rewards"][row] for row in rows], np.float32)
     return PaddedBatch(
-        *(torch.from_numpy(a).to(device) for a in (tokens, attention, response_mask, old_log_probs, advantages))
+        *(torch.from_numpy(a).to(device) for a in (tokens, attention, response_mask, sampled, old, advantages))
     )
+
+
+def _response(batch: Mapping[str, Any], row: int) -> slice:
+    """Where, among the log-probabilities of a row's next tokens, those of its response are."""
+    end = len(batch["tokens"][row]) - 1
+    return slice(end - int(batch["response_lengths"][row]), end)

@@ -1,6 +1,7 @@
 """Two FSDP2 ranks learn exactly what one plain process learns from the same batch."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from miles_plugin.arguments import TrainConfig
 from miles_plugin.arguments_sources import load_config
 from miles_plugin.rollout.batch import deal_groups, to_columns
-from miles_plugin.training.grpo import clipped_policy_loss, next_token_log_probs
+from miles_plugin.training.grpo import PaddedBatch, clipped_policy_loss, next_token_log_probs
 from miles_plugin.training.trainer import Trainer, pad
 from mooncake_store.process import free_ports
 from tests.unit.plugin.test_rollout import make_samples
@@ -39,18 +40,29 @@ def plain_training(config: TrainConfig, checkpoint: Path, rollouts: int) -> tupl
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), weight_decay=config.weight_decay
     )
-    device = torch.device("cpu")
+
+    def log_probs_of(part: PaddedBatch) -> torch.Tensor:
+        logits = model(part.tokens, attention_mask=part.attention_mask, use_cache=False).logits
+        return next_token_log_probs(logits, part.tokens, config.rollout_temperature)
+
     for _ in range(rollouts):
+        steps: list[list[tuple[PaddedBatch, torch.Tensor | float]]] = []
         for step in range(config.num_steps_per_rollout):
-            parts = []
+            steps.append([])
             for shard in shards(2):  # each rank takes its own half of its shard in each step
                 half = len(shard["tokens"]) // config.num_steps_per_rollout
-                parts.append(pad(shard, range(step * half, (step + 1) * half), device))
-            tokens = sum(part.response_mask.sum() for part in parts)
-            for part in parts:
-                logits = model(part.tokens, attention_mask=part.attention_mask, use_cache=False).logits
-                log_probs = next_token_log_probs(logits, part.tokens, config.rollout_temperature)
-                loss, _ = clipped_policy_loss(log_probs, part, config.eps_clip, config.eps_clip_high)
+                part = pad(shard, range(step * half, (step + 1) * half), torch.device("cpu"))
+                weights: torch.Tensor | float = 1.0
+                if config.use_tis:
+                    old = log_probs_of(part).detach()
+                    weights = torch.minimum((old - part.sampled_log_probs).exp(), torch.tensor(config.tis_clip))
+                    part = replace(part, old_log_probs=old)
+                steps[-1].append((part, weights))
+        for parts in steps:
+            tokens = sum(part.response_mask.sum() for part, _ in parts)
+            for part, weights in parts:
+                log_probs = log_probs_of(part)
+                loss, _ = clipped_policy_loss(log_probs, part, weights, config.eps_clip, config.eps_clip_high)
                 (loss / tokens).backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad)
             optimizer.step()
@@ -70,9 +82,11 @@ def one_rank(rank: int, arguments: list[str], checkpoint: Path, port: int, rollo
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("micro_batch_size", [3, 64])
-def test_two_sharded_ranks_equal_one_plain_process(micro_batch_size: int, checkpoint: Path, tmp_path: Path) -> None:
-    arguments = [*ARGUMENTS, "--micro-batch-size", str(micro_batch_size)]
+@pytest.mark.parametrize(("micro_batch_size", "more"), [(3, []), (64, ["--use-tis"])])
+def test_two_sharded_ranks_equal_one_plain_process(
+    micro_batch_size: int, more: list[str], checkpoint: Path, tmp_path: Path
+) -> None:
+    arguments = [*ARGUMENTS, *more, "--micro-batch-size", str(micro_batch_size)]
     (port,) = free_ports(1)
     mp.spawn(one_rank, args=(arguments, checkpoint, port, 3, tmp_path), nprocs=2)
     norm, expected = plain_training(load_config(arguments), checkpoint, rollouts=3)

@@ -14,7 +14,7 @@ from miles_plugin.training.grpo import (  # noqa: E402
     PaddedBatch,
     clipped_policy_loss,
     next_token_log_probs,
-    truncated_importance_loss,
+    truncated_weights,
 )
 from miles_plugin.training.tiny_policy import build_model, build_tokenizer, save_checkpoint  # noqa: E402
 from miles_plugin.training.trainer import learning_rate_factor, pad  # noqa: E402
@@ -24,16 +24,16 @@ from mooncake_store.encode import encode  # noqa: E402
 from tests.unit.plugin.test_rollout import make_samples  # noqa: E402
 
 
-def one_token(log_prob: float, old: float, advantage: float) -> PaddedBatch:
-    ones = torch.ones(1, 1)
-    return PaddedBatch(torch.zeros(1, 2), torch.ones(1, 2), ones, torch.tensor([[old]]), torch.tensor([advantage]))
+def one_token(old: float, advantage: float, sampled: float = 0.0) -> PaddedBatch:
+    ones, log_probs = torch.ones(1, 1), (torch.tensor([[sampled]]), torch.tensor([[old]]))
+    return PaddedBatch(torch.zeros(1, 2), torch.ones(1, 2), ones, *log_probs, torch.tensor([advantage]))
 
 
 @pytest.mark.parametrize("advantage", [1.5, -1.5])
 @pytest.mark.parametrize("ratio", [0.5, 0.79, 1.0, 1.27, 2.0])
 def test_the_ratio_is_clipped_only_where_it_would_help(ratio: float, advantage: float) -> None:
-    batch = one_token(0.0, -math.log(ratio), advantage)
-    loss, bound = clipped_policy_loss(torch.zeros(1, 1), batch, eps_low=0.2, eps_high=0.28)
+    batch = one_token(-math.log(ratio), advantage)
+    loss, bound = clipped_policy_loss(torch.zeros(1, 1), batch, 1.0, eps_low=0.2, eps_high=0.28)
     reference = -min(ratio * advantage, min(max(ratio, 0.8), 1.28) * advantage)
     assert loss.item() == pytest.approx(reference, rel=1e-5)
     assert bound.item() == float((advantage > 0 and ratio > 1.28) or (advantage < 0 and ratio < 0.8))
@@ -42,21 +42,24 @@ def test_the_ratio_is_clipped_only_where_it_would_help(ratio: float, advantage: 
 def test_a_clipped_token_has_no_gradient() -> None:
     for log_prob, expected in ((0.0, -1.0), (1.0, 0.0)):
         value = torch.full((1, 1), log_prob, requires_grad=True)
-        loss, _ = clipped_policy_loss(value, one_token(log_prob, 0.0, 1.0), 0.2, 0.28)
+        loss, _ = clipped_policy_loss(value, one_token(0.0, 1.0), 1.0, 0.2, 0.28)
         loss.backward()
         assert value.grad is not None
         assert value.grad.item() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("advantage", [1.5, -0.5])
-@pytest.mark.parametrize("ratio", [0.1, 1.0, 1.9, 2.1, 40.0])
-def test_an_importance_weight_is_truncated_above_and_has_no_gradient(ratio: float, advantage: float) -> None:
-    value = torch.full((1, 1), -1.0, requires_grad=True)
-    loss, truncated = truncated_importance_loss(value, one_token(-1.0, -1.0 - math.log(ratio), advantage), most=2.0)
-    loss.backward()
-    assert value.grad is not None
-    assert value.grad.item() == pytest.approx(-min(ratio, 2.0) * advantage, rel=1e-5), "of a policy gradient, weighed"
-    assert truncated.item() == float(ratio > 2.0)
+@pytest.mark.parametrize("older", [0.1, 1.0, 1.9, 2.1, 40.0])
+def test_a_token_counts_by_its_weight_which_is_truncated_above(older: float, advantage: float) -> None:
+    """However unlikely the policy that sampled it made a token, only the step from the old policy on is clipped."""
+    batch = one_token(-1.0, advantage, sampled=-1.0 - math.log(older))
+    for log_prob, step in ((-1.0, 1.0), (-1.0 + math.log(1.1), 1.1)):
+        value = torch.full((1, 1), log_prob, requires_grad=True)
+        loss, bound = clipped_policy_loss(value, batch, truncated_weights(batch, most=2.0), 0.2, 0.28)
+        loss.backward()
+        assert value.grad is not None
+        assert value.grad.item() == pytest.approx(-min(older, 2.0) * step * advantage, rel=1e-5)
+        assert bound.item() == 0.0
 
 
 def test_log_probs_are_of_the_next_token_at_the_sampling_temperature() -> None:
@@ -85,9 +88,10 @@ def test_padding_puts_every_response_token_under_its_prediction() -> None:
         assert padded.attention_mask[i].sum().item() == length
         assert padded.response_mask[i].sum().item() == response
         chosen = padded.response_mask[i].bool()
-        assert (-padded.old_log_probs[i][chosen]).tolist() == padded.tokens[i, 1:][chosen].tolist()
+        for log_probs in (padded.sampled_log_probs, padded.old_log_probs):
+            assert (-log_probs[i][chosen]).tolist() == padded.tokens[i, 1:][chosen].tolist()
+            assert not log_probs[i][~chosen].any()
         assert padded.advantages[i].item() == row
-        assert not padded.old_log_probs[i][~chosen].any()
 
 
 def test_buckets_keep_order_and_stay_below_their_size() -> None:
