@@ -15,6 +15,7 @@ import xxhash
 
 from mooncake_store.arrays import Array, Bytes
 from mooncake_store.format import Numbers
+from mooncake_store.xxhash_c import address_of, c_library
 
 _native: Callable[[list[Any], Any, Any, int, bool, float], list[int]] | None = None
 with suppress(ImportError):
@@ -22,21 +23,14 @@ with suppress(ImportError):
 
 
 def _hash() -> int:
-    """Address of the C function behind `xxhash.xxh3_64_intdigest`, which takes the interpreter's lock; 0 for none.
-
-    The package's wheels are the C library with a thin layer above it, and hide none of its names.
-    """
-    with suppress(ImportError, AttributeError, OSError):
-        from xxhash import _xxhash  # type: ignore[attr-defined]
-
-        library = ctypes.PyDLL(_xxhash.__file__)
+    """Address of the C function behind `xxhash.xxh3_64_intdigest`, which takes the interpreter's lock; 0 for none."""
+    with suppress(AttributeError):
+        # By what the processor has, or by what every one has.
+        address = address_of(c_library(), ("XXH3_64bits_dispatch", "XXH3_64bits"))
+        function = ctypes.PYFUNCTYPE(ctypes.c_uint64, ctypes.c_char_p, ctypes.c_size_t)(address)
         sample = bytes(range(256)) * 16
-        for name in ("XXH3_64bits_dispatch", "XXH3_64bits"):  # by what the processor has, or by what every one has
-            function = getattr(library, name, None)
-            if function is not None:
-                function.argtypes, function.restype = [ctypes.c_char_p, ctypes.c_size_t], ctypes.c_uint64
-                if all(function(sample, size) == xxhash.xxh3_64_intdigest(sample[:size]) for size in (0, 3, 200, 4096)):
-                    return ctypes.cast(function, ctypes.c_void_p).value or 0
+        if all(function(sample, size) == xxhash.xxh3_64_intdigest(sample[:size]) for size in (0, 3, 200, 4096)):
+            return address
     return 0
 
 

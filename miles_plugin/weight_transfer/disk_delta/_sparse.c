@@ -8,6 +8,11 @@
 #include <Python.h>
 #include "_values.h"
 
+#define STEP_BYTES ((size_t)128 << 10) /* of a tensor, a multiple of every width */
+
+/* As XXH3_128bits_update. */
+typedef int (*Update)(void *state, const void *data, size_t nbytes);
+
 /* 1, or 0 with an exception. */
 static int is_width(Py_ssize_t width)
 {
@@ -136,29 +141,48 @@ static PyObject *positions(PyObject *Py_UNUSED(module), PyObject *arguments)
     return finished(b, 3, agreed && used == most ? PyLong_FromUnsignedLongLong(after) : NULL);
 }
 
+/* Step by step: what comes from memory is hashed while it is in the core's own cache. */
+static int patch_in_steps(Py_ssize_t width, char *block, size_t nbytes, Patched *from, int touch, Update update,
+                          void *state)
+{
+    int agreed = 1;
+
+    for (size_t at = 0, size; agreed && at < nbytes; at += size) {
+        size = nbytes - at < STEP_BYTES ? nbytes - at : STEP_BYTES;
+        /* Read in order it comes faster than line by line as changes fall. */
+        for (size_t i = 0; touch && i < size; i += 64)
+            (void)*((volatile const char *)block + at + i);
+        from->values = size / (size_t)width;
+        agreed = FOR_WIDTH(width, patch_values, block + at, from);
+        from->base += from->values;
+        if (agreed && update != NULL)
+            update(state, block + at, size);
+    }
+    return agreed;
+}
+
 static PyObject *patch(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     Py_buffer b[4], *block = b, *places = b + 1, *nibbles = b + 2, *escapes = b + 3;
     Py_ssize_t width, base, changed, escaped;
+    unsigned long long update, state;
     PyObject *result = NULL;
     int touch, agreed = 0;
 
-    if (!PyArg_ParseTuple(arguments, "w*nny*y*y*nnp", block, &width, &base, places, nibbles, escapes, &changed,
-                          &escaped, &touch))
+    if (!PyArg_ParseTuple(arguments, "w*nny*y*y*nnpKK", block, &width, &base, places, nibbles, escapes, &changed,
+                          &escaped, &touch, &update, &state))
         return NULL;
     if (is_width(width) && base >= 0 && changed >= 0 && escaped >= 0) {
         Patched from = {
-            .base = (uint64_t)base, .values = (size_t)(block->len / width),
+            .base = (uint64_t)base,
             .positions = places->buf, .nibbles = nibbles->buf, .escapes = escapes->buf,
             .changed = (size_t)changed, .most_changed = (size_t)places->len / sizeof(uint32_t),
             .escaped = (size_t)escaped, .most_escaped = (size_t)(escapes->len / width),
         };
         if ((size_t)nibbles->len >= (from.most_changed + 1) / 2) {
             Py_BEGIN_ALLOW_THREADS
-            /* Read in order, a block comes from memory faster than line by line as changes fall. */
-            for (Py_ssize_t i = 0; touch && i < block->len; i += 64)
-                (void)*((volatile const char *)block->buf + i);
-            agreed = FOR_WIDTH(width, patch_values, block->buf, &from);
+            agreed = patch_in_steps(width, block->buf, (size_t)block->len, &from, touch, (Update)(uintptr_t)update,
+                                    (void *)(uintptr_t)state);
             Py_END_ALLOW_THREADS
         }
         if (agreed)
@@ -209,7 +233,7 @@ static PyMethodDef methods[] = {
     {"symbols", symbols, METH_VARARGS, "symbols(gaps, out, lows)\n--\n\n"},
     {"positions", positions, METH_VARARGS, "positions(symbols, lows, limit, out)\n--\n\n"},
     {"patch", patch, METH_VARARGS,
-     "patch(block, width, base, positions, nibbles, escapes, changed, escaped, touch)\n--\n\n"},
+     "patch(block, width, base, positions, nibbles, escapes, changed, escaped, touch, update, state)\n--\n\n"},
     {"spread", spread, METH_VARARGS, "spread(old, new, width, planes)\n--\n\n"},
     {"unspread", unspread, METH_VARARGS, "unspread(block, planes, width)\n--\n\n"},
     {NULL, NULL, 0, NULL},

@@ -27,6 +27,8 @@ def patch(
     changed: int,
     escaped: int,
     touch: bool,
+    update: int,
+    state: int,
     /,
 ) -> tuple[int, int]: ...
 def spread(old: Bytes, new: Bytes, width: int, planes: Bytes, /) -> None: ...

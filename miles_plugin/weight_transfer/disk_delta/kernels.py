@@ -77,11 +77,14 @@ class Kernels(Protocol):
         changed: int,
         escaped: int,
         touch: bool,
+        update: int,
+        state: int,
         /,
     ) -> tuple[int, int]:
         """Change the values of a block, which begins at position `base`, from change number `changed` on.
 
-        touch: read the block before. Returns the numbers of the next change and the next escape.
+        touch: read the block before. update, state: addresses, see `hashes.StateHash`; what the block is then is added
+        to it, unless update is 0. Returns the numbers of the next change and the next escape.
         """
 
     def spread(self, old: Bytes, new: Bytes, width: int, planes: Bytes, /) -> None:

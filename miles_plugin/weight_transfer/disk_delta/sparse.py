@@ -22,7 +22,7 @@ import xxhash
 import zstandard
 
 from miles_plugin.weight_transfer.disk_delta.frames import BLOCK_BYTES, WINDOW_BYTES, blocks, frame_end, unpack
-from miles_plugin.weight_transfer.disk_delta.hashes import Hash
+from miles_plugin.weight_transfer.disk_delta.hashes import Hash, StateHash
 from miles_plugin.weight_transfer.disk_delta.kernels import MORE, SLACK, Indices, Kernels
 from mooncake_store.arrays import Bytes
 from mooncake_store.errors import IntegrityError
@@ -132,7 +132,7 @@ class SparseWriter:
 
 
 class SparseReader:
-    """Applies one payload, block by block.
+    """Applies one payload, in order.
 
     Raises:
         IntegrityError: by every method, for a payload that `SparseWriter` cannot have written for such a tensor.
@@ -143,49 +143,65 @@ class SparseReader:
         self._data = _checked(memoryview(payload), nbytes, width)
         self._decompressor = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES)
         self._at = _PREFIX.size
-        # The first value that a segment has not passed, and the next one that changes.
-        self._free = self._next = 0
-        # Of the segment that is being applied: all differences, or what says which values change, and how far that is.
+        # Of the segment that is being applied: its first value, the one after its last, where its last block ends.
+        self._start = self._free = self._end = 0
+        # All its differences, or what says which values change, and how far that is.
         self._planes: Bytes | None = None
         self._positions: Indices = np.empty(0, dtype=np.uint32)
         self._nibbles = self._escapes = _NONE
-        self._start = self._changed = self._escaped = 0
+        self._changed = self._escaped = 0
         self._is_touched = False
         self._load()
 
-    def patch(self, block: Bytes, at: int) -> None:
-        """Change uint8 [n], the next block of the tensor, which begins at byte `at`."""
-        first = at // self._width
-        end = first + block.size // self._width
-        while self._next < end:
-            if self._planes is not None:
-                self._kernels.unspread(block, self._planes, self._width)
-                self._load()
+    def patch(self, part: Bytes, at: int, digest: StateHash | None = None) -> None:
+        """Change uint8 [n], the next blocks of the tensor, which begin at byte `at`; add the result to `digest`."""
+        done = 0
+        while done < part.size:
+            # A segment changes nothing before it begins, and ends with a block.
+            start, end = (value * self._width - at for value in (self._start, self._end))
+            if done < start:
+                done += self._pass(part[done : min(start, part.size)], digest)
                 continue
-            try:
-                self._changed, self._escaped = self._kernels.patch(
-                    block, self._width, first - self._start, self._positions, self._nibbles, self._escapes,
-                    self._changed, self._escaped, self._is_touched,
-                )  # fmt: skip
-            except ValueError as error:
-                raise IntegrityError(f"sparse payload: differences do not agree: {error}") from error
-            if self._changed < self._positions.size:
-                self._next = self._start + int(self._positions[self._changed])
-            elif self._escaped * self._width != self._escapes.size:
-                raise IntegrityError("sparse payload: values are left that no difference asks for")
+            stop = min(end, part.size)
+            if self._planes is not None:
+                self._kernels.unspread(part[done:stop], self._planes, self._width)
+                self._pass(part[done:stop], digest)
             else:
+                self._change(part[done:stop], at + done, digest)
+            if stop == end:
                 self._load()
+            done = stop
 
     def finish(self) -> None:
         """All was applied."""
-        if self._next < self._values:
-            raise IntegrityError(f"sparse payload: value {self._next} of {self._values} was not reached")
+        if self._start < self._values:
+            raise IntegrityError(f"sparse payload: value {self._start} of {self._values} was not reached")
+
+    def _pass(self, part: Bytes, digest: StateHash | None) -> int:
+        """What stays as it is; its bytes."""
+        if digest is not None:
+            self._kernels.patch(
+                part, self._width, 0, self._positions[:0], _NONE, _NONE, 0, 0, False, digest.update, digest.state
+            )
+        return part.size
+
+    def _change(self, part: Bytes, at: int, digest: StateHash | None) -> None:
+        update, state = (0, 0) if digest is None else (digest.update, digest.state)
+        try:
+            self._changed, self._escaped = self._kernels.patch(
+                part, self._width, at // self._width - self._start, self._positions, self._nibbles, self._escapes,
+                self._changed, self._escaped, self._is_touched, update, state,
+            )  # fmt: skip
+        except ValueError as error:
+            raise IntegrityError(f"sparse payload: differences do not agree: {error}") from error
+        if self._changed == self._positions.size and self._escaped * self._width != self._escapes.size:
+            raise IntegrityError("sparse payload: values are left that no difference asks for")
 
     def _load(self) -> None:
         """Unpack the next segment, if there is one."""
         self._planes = None
         if self._at == len(self._data):
-            self._next = self._values  # more than any block has
+            self._start = self._end = self._values
             return
         if len(self._data) - self._at < _SEGMENT.size:
             raise IntegrityError(f"sparse payload: a segment at byte {self._at} is cut off")
@@ -200,11 +216,12 @@ class SparseReader:
         left = self._values - self._start
         if flags == DENSE and count == min(block_values, left):
             self._planes = self._unpack(count * self._width, count * self._width)
-            self._next, self._free = self._start, self._start + count
+            self._free = self._start + count
         elif flags in range(DENSE) and 0 < count <= min(_MOST_CHANGES, left):
             self._load_changes(flags, count, min(left, SEGMENT_VALUES))
         else:
             raise IntegrityError(f"sparse payload: {count} changes under flags {flags} of {left} values")
+        self._end = min(self._values, -(-self._free // block_values) * block_values)
 
     def _load_changes(self, flags: int, count: int, limit: int) -> None:
         is_wide = bool(flags & WIDE)
@@ -218,7 +235,7 @@ class SparseReader:
         except ValueError as error:
             raise IntegrityError(f"sparse payload: gaps do not fit the tensor: {error}") from error
         self._changed = self._escaped = 0
-        self._next, self._free = self._start + int(self._positions[0]), self._start + span
+        self._free = self._start + span
         self._is_touched = count <= span * TOUCHED_SHARE
 
     def _unpack(self, least: int, most: int) -> Bytes:

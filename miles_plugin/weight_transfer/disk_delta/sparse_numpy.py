@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,8 @@ def patch(
     changed: int,
     escaped: int,
     touch: bool,  # noqa: ARG001  (of no use here)
+    update: int,
+    state: int,
     /,
 ) -> tuple[int, int]:
     values = _values(block, width)
@@ -106,6 +109,10 @@ def patch(
     after = values[where] + _unzigzag(coded.astype(values.dtype) + values.dtype.type(1))
     after[is_kept] = kept
     values[where] = after
+    if update:
+        ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(update)(
+            state, block.ctypes.data, block.size
+        )
     return end, escaped + kept.size
 
 

@@ -1,15 +1,18 @@
 """The sparse encoding: what its functions do by C and by numpy alike, how payloads are cut, and how small they are."""
 
 import struct
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles_plugin.weight_transfer.disk_delta import sparse, sparse_numpy
+from miles_plugin.weight_transfer.disk_delta import codec, sparse, sparse_numpy
 from miles_plugin.weight_transfer.disk_delta.frames import frame_end
+from miles_plugin.weight_transfer.disk_delta.hashes import state_hash
 from miles_plugin.weight_transfer.disk_delta.kernels import SLACK, native
 from tests.unit.plugin.delta_tensors import (
     BLOCK,
@@ -105,6 +108,7 @@ def patching(**changed: Any) -> list[Any]:
     arguments = {
         "block": u8(1, 1, 1, 1), "width": 1, "base": 10, "positions": u32(3, 11, 13, 14), "nibbles": u8(0x0F, 0x0F),
         "escapes": u8(5, 6), "changed": 1, "escaped": 1, "touch": True,
+        "update": 0, "state": 0,
     }  # fmt: skip
     return [*(arguments | changed).values()]
 
@@ -223,6 +227,39 @@ def test_segments_of_every_kind_are_read_elsewhere() -> None:
     assert payload is not None
     assert flags_of(payload) == [sparse.WIDE | sparse.ESCAPES, sparse.DENSE, sparse.ESCAPES, sparse.DENSE]
     assert (read_as_others_do(payload, tensors, "sparse") == tensors.new).all()
+
+
+@each_kernels
+@pytest.mark.parametrize("in_c", [True, False])
+@pytest.mark.parametrize("shares", [[0, 0.01, 0, 0.9, 0, 0.2], [0.6, 0, 0], [0.3] * 4, [0, 0, 0.0001]], ids=str)
+def test_what_is_read_is_hashed_wherever_its_segments_lie(
+    kernels: Any, in_c: bool, shares: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By C between its changes, by Python block after block where the hash cannot be reached from there."""
+    if not in_c:
+        monkeypatch.setattr(codec, "state_hash", lambda _: None)
+    parts = [pair(BLOCK // 2, 2, share, "any", seed) for seed, share in enumerate(shares)]
+    parts.append(pair(501, 2, 0.5, "any"))
+    tensors = Pair(np.concatenate([p.old for p in parts]), np.concatenate([p.new for p in parts]), 2)
+    payload = encoded(tensors, "sparse", kernels)
+    assert payload is not None
+    assert applied(payload, tensors, "sparse", kernels)
+    assert not applied(payload, replace(tensors, old=np.zeros_like(tensors.old)), "sparse", kernels)
+
+
+@given(sizes=st.lists(st.integers(0, 5000)))
+def test_the_hash_in_c_is_that_of_the_package(sizes: list[int]) -> None:
+    found = state_hash("xxh3-128")
+    assert found is not None
+    for _ in range(2):
+        found.begin()
+        whole = xxhash.xxh3_128()
+        for seed, size in enumerate(sizes):
+            part = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+            sparse_numpy.patch(part, 1, 0, u32(), u8(), u8(), 0, 0, False, found.update, found.state)
+            whole.update(part)
+        assert found.hexdigest() == whole.hexdigest()
+    assert state_hash("blake3") is None
 
 
 @pytest.mark.parametrize(
