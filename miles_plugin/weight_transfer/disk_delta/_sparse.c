@@ -13,6 +13,15 @@
 /* As XXH3_128bits_update. */
 typedef int (*Update)(void *state, const void *data, size_t nbytes);
 
+typedef struct {
+    size_t nbytes, block, enough; /* enough: changes, with which it ends */
+    uint32_t *positions;
+    Update update;
+    void *state;
+    size_t done, skipped; /* bytes; skipped: before the first block that has changes */
+    Collected to;
+} Scanned;
+
 /* 1, or 0 with an exception. */
 static int is_width(Py_ssize_t width)
 {
@@ -51,31 +60,64 @@ static PyObject *changes(PyObject *Py_UNUSED(module), PyObject *arguments)
     return finished(b, 3, result);
 }
 
-static PyObject *collect(PyObject *Py_UNUSED(module), PyObject *arguments)
+/* Block by block: what comes from memory is compared, copied and hashed while it is in the core's own cache. */
+static int scan_blocks(Py_ssize_t width, char *old, const char *new, Scanned *s)
+{
+    int agreed = 1;
+
+    for (size_t size; agreed && s->done < s->nbytes && s->to.changed < s->enough; s->done += size) {
+        size = s->nbytes - s->done < s->block ? s->nbytes - s->done : s->block;
+        s->to.values = size / (size_t)width;
+        s->to.count = FOR_WIDTH(width, find_changes, old + s->done, new + s->done, s->to.values, s->positions);
+        if (2 * s->to.count > s->to.values)
+            break;
+        if (s->to.count == 0) {
+            s->to.since += s->to.values;
+        } else {
+            if (s->to.changed == 0) {
+                s->skipped = s->done;
+                s->to.since = 0;
+            }
+            agreed = FOR_WIDTH(width, collect_changes, old + s->done, new + s->done, &s->to);
+        }
+        if (agreed && s->update != NULL)
+            s->update(s->state, new + s->done, size);
+    }
+    return agreed;
+}
+
+static PyObject *scan(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     Py_buffer b[6], *old = b, *new = b + 1, *places = b + 2, *gaps = b + 3, *nibbles = b + 4, *escapes = b + 5;
-    Py_ssize_t width, changed, escaped, since;
+    Py_ssize_t width, block, changed, escaped, since, enough;
+    unsigned long long update, state;
     PyObject *result = NULL;
 
-    if (!PyArg_ParseTuple(arguments, "w*y*ny*nw*w*w*nn", old, new, &width, places, &since, gaps, nibbles, escapes,
-                          &changed, &escaped))
+    if (!PyArg_ParseTuple(arguments, "w*y*nnw*nw*w*w*nnnKK", old, new, &width, &block, places, &since, gaps, nibbles,
+                          escapes, &changed, &escaped, &enough, &update, &state))
         return NULL;
-    if (is_width(width) && old->len == new->len && since >= 0 && changed >= 0 && escaped >= 0) {
-        Collected to = {
-            .positions = places->buf, .count = (size_t)places->len / sizeof(uint32_t),
-            .values = (size_t)(old->len / width), .since = (uint64_t)since,
-            .gaps = gaps->buf, .nibbles = nibbles->buf, .escapes = escapes->buf,
-            .changed = (size_t)changed, .most_changed = (size_t)gaps->len / sizeof(uint32_t),
-            .escaped = (size_t)escaped, .most_escaped = (size_t)(escapes->len / width),
+    if (is_width(width) && old->len == new->len && old->len % width == 0 && block > 0 && block % width == 0 &&
+        block / width <= UINT32_MAX && since >= 0 && changed >= 0 && escaped >= 0 && enough >= 0 &&
+        places->len / (Py_ssize_t)sizeof(uint32_t) >= (old->len < block ? old->len : block) / width + SLACK) {
+        Scanned s = {
+            .nbytes = (size_t)old->len, .block = (size_t)block, .enough = (size_t)enough, .positions = places->buf,
+            .update = (Update)(uintptr_t)update, .state = (void *)(uintptr_t)state,
+            .to = {
+                .positions = places->buf, .since = (uint64_t)since,
+                .gaps = gaps->buf, .nibbles = nibbles->buf, .escapes = escapes->buf,
+                .changed = (size_t)changed, .most_changed = (size_t)gaps->len / sizeof(uint32_t),
+                .escaped = (size_t)escaped, .most_escaped = (size_t)(escapes->len / width),
+            },
         };
         int agreed = 0;
-        if (to.changed <= to.most_changed && (size_t)nibbles->len >= (to.most_changed + 1) / 2) {
+        if (s.to.changed <= s.to.most_changed && (size_t)nibbles->len >= (s.to.most_changed + 1) / 2) {
             Py_BEGIN_ALLOW_THREADS
-            agreed = FOR_WIDTH(width, collect_changes, old->buf, new->buf, &to);
+            agreed = scan_blocks(width, old->buf, new->buf, &s);
             Py_END_ALLOW_THREADS
         }
         if (agreed)
-            result = Py_BuildValue("(nnn)", (Py_ssize_t)to.changed, (Py_ssize_t)to.escaped, (Py_ssize_t)to.since);
+            result = Py_BuildValue("(nnnnn)", (Py_ssize_t)s.done, (Py_ssize_t)s.skipped, (Py_ssize_t)s.to.changed,
+                                   (Py_ssize_t)s.to.escaped, (Py_ssize_t)s.to.since);
     }
     return finished(b, 6, result);
 }
@@ -228,8 +270,9 @@ static PyObject *unspread(PyObject *Py_UNUSED(module), PyObject *arguments)
 /* What each does is said in _sparse.pyi. */
 static PyMethodDef methods[] = {
     {"changes", changes, METH_VARARGS, "changes(old, new, width, out)\n--\n\n"},
-    {"collect", collect, METH_VARARGS,
-     "collect(old, new, width, positions, since, gaps, nibbles, escapes, changed, escaped)\n--\n\n"},
+    {"scan", scan, METH_VARARGS,
+     "scan(old, new, width, block, positions, since, gaps, nibbles, escapes, changed, escaped, enough, update, state)"
+     "\n--\n\n"},
     {"symbols", symbols, METH_VARARGS, "symbols(gaps, out, lows)\n--\n\n"},
     {"positions", positions, METH_VARARGS, "positions(symbols, lows, limit, out)\n--\n\n"},
     {"patch", patch, METH_VARARGS,

@@ -2,10 +2,11 @@ from miles_plugin.weight_transfer.disk_delta.kernels import Indices
 from mooncake_store.arrays import Bytes
 
 def changes(old: Bytes, new: Bytes, width: int, out: Indices, /) -> int: ...
-def collect(
+def scan(
     old: Bytes,
     new: Bytes,
     width: int,
+    block: int,
     positions: Indices,
     since: int,
     gaps: Indices,
@@ -13,8 +14,11 @@ def collect(
     escapes: Bytes,
     changed: int,
     escaped: int,
+    enough: int,
+    update: int,
+    state: int,
     /,
-) -> tuple[int, int, int]: ...
+) -> tuple[int, int, int, int, int]: ...
 def symbols(gaps: Indices, out: Bytes, lows: Bytes, /) -> int: ...
 def positions(symbols: Bytes, lows: Bytes, limit: int, out: Indices, /) -> int: ...
 def patch(

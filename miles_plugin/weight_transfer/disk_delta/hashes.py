@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
+import numpy as np
 import xxhash
 
 from mooncake_store.arrays import Bytes
@@ -47,7 +48,7 @@ class StateHash:
     """xxh3-128 that C adds to, without the interpreter's lock.
 
     Attributes:
-        update, state: addresses, for update(state, data, nbytes).
+        function, state: addresses, for function(state, data, nbytes).
 
     Raises:
         AttributeError: the xxhash package is built so that its functions cannot be found.
@@ -55,7 +56,7 @@ class StateHash:
 
     def __init__(self) -> None:
         library = c_library()
-        self.update = address_of(library, ("XXH3_128bits_update_dispatch", "XXH3_128bits_update"))
+        self.function = address_of(library, ("XXH3_128bits_update_dispatch", "XXH3_128bits_update"))
         make, free, self._reset, self._digest = (
             ctypes.PYFUNCTYPE(result, *takes)(address_of(library, (name,)))
             for name, result, takes in (
@@ -73,6 +74,11 @@ class StateHash:
         """Forget all that was added."""
         self._reset(self.state)
 
+    def update(self, data: memoryview, /) -> None:
+        ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(self.function)(
+            self.state, np.frombuffer(data, np.uint8).ctypes.data, data.nbytes
+        )
+
     def hexdigest(self) -> str:
         digest = self._digest(self.state)
         return f"{digest.high:016x}{digest.low:016x}"
@@ -84,9 +90,9 @@ def state_hash(checksum: str) -> StateHash | None:
         return None
     with suppress(AttributeError):
         found, sample = StateHash(), bytes(range(256)) * 16
-        update = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t)(found.update)
-        update(found.state, sample, len(sample))
+        found.update(memoryview(sample))
         if found.hexdigest() == xxhash.xxh3_128_hexdigest(sample):
+            found.begin()
             return found
     return None
 

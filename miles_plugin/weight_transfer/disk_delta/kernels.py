@@ -18,6 +18,8 @@ Indices = npt.NDArray[np.uint32]
 SLACK = 4
 # The nibble of a difference that no nibble holds, and the symbol of a gap that goes on in the next one.
 ESCAPE, MORE = 15, 255
+# Above this share of changed values a block is not collected.
+DENSE_SHARE = 0.5
 
 
 class Kernels(Protocol):
@@ -34,11 +36,12 @@ class Kernels(Protocol):
     def changes(self, old: Bytes, new: Bytes, width: int, out: Indices, /) -> int:
         """Write the positions of values that differ; how many. out: as many as there are values, and SLACK."""
 
-    def collect(
+    def scan(
         self,
         old: Bytes,
         new: Bytes,
         width: int,
+        block: int,
         positions: Indices,
         since: int,
         gaps: Indices,
@@ -46,12 +49,22 @@ class Kernels(Protocol):
         escapes: Bytes,
         changed: int,
         escaped: int,
+        enough: int,
+        update: int,
+        state: int,
         /,
-    ) -> tuple[int, int, int]:
-        """Append what changed at `positions` to gaps, nibbles and escapes, and make it so in `old`.
+    ) -> tuple[int, int, int, int, int]:
+        """Go through blocks of `block` bytes until there are `enough` changes, or one changes in more than half.
 
-        changed: gaps and nibbles that are there. escaped: values in escapes. since: values before this block that
-        come after the last change. Returns these three as they are after this block.
+        What changed is appended to gaps, nibbles and escapes, and made so in `old`.
+
+        positions: scratch, as `out` of `changes` for a block. changed: gaps and nibbles that are there; while there are
+        none, gaps count from the first block with changes. escaped: values in escapes. since: values before these
+        blocks that come after the last change. update, state: addresses, see `hashes.StateHash`, for what was gone
+        through of `new`, unless update is 0.
+
+        Returns the bytes that were gone through, those before the first block with changes, and changed, escaped and
+        since as they are then.
         """
 
     def symbols(self, gaps: Indices, out: Bytes, lows: Bytes, /) -> int:
@@ -83,8 +96,8 @@ class Kernels(Protocol):
     ) -> tuple[int, int]:
         """Change the values of a block, which begins at position `base`, from change number `changed` on.
 
-        touch: read the block before. update, state: addresses, see `hashes.StateHash`; what the block is then is added
-        to it, unless update is 0. Returns the numbers of the next change and the next escape.
+        touch: read the block before. update, state: addresses, see `hashes.StateHash`, for what
+        the block is then, unless update is 0. Returns the numbers of the next change and the next escape.
         """
 
     def spread(self, old: Bytes, new: Bytes, width: int, planes: Bytes, /) -> None:

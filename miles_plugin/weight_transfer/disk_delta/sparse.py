@@ -21,9 +21,9 @@ import numpy as np
 import xxhash
 import zstandard
 
-from miles_plugin.weight_transfer.disk_delta.frames import BLOCK_BYTES, WINDOW_BYTES, blocks, frame_end, unpack
+from miles_plugin.weight_transfer.disk_delta.frames import BLOCK_BYTES, WINDOW_BYTES, frame_end, unpack
 from miles_plugin.weight_transfer.disk_delta.hashes import Hash, StateHash
-from miles_plugin.weight_transfer.disk_delta.kernels import MORE, SLACK, Indices, Kernels
+from miles_plugin.weight_transfer.disk_delta.kernels import DENSE_SHARE, MORE, SLACK, Indices, Kernels
 from mooncake_store.arrays import Bytes
 from mooncake_store.errors import IntegrityError
 
@@ -33,8 +33,6 @@ WIDE, ESCAPES, DENSE = 1, 2, 4
 SEGMENT_CHANGES, SEGMENT_VALUES = 1 << 16, 1 << 31
 # Gaps that are longer than this in the mean are written as two bytes.
 WIDE_GAP = 256
-# Above this share of changed values a block is written as differences of all. Below, gaps are smaller and quicker.
-DENSE_SHARE = 0.5
 # Up to this share a block is read in order before it is changed.
 TOUCHED_SHARE = 0.025
 _PREFIX = struct.Struct("<BBQ")
@@ -67,35 +65,42 @@ class SparseWriter:
         """See `codec.Encoder.encode`."""
         self._out, self._nbytes = io.BytesIO(), new.size
         self._changed = self._escaped = 0
-        for part in blocks(new.size):
-            before, after = old[part], new[part]
-            count = self._kernels.changes(before, after, width, self._positions)
-            if count > after.size // width * DENSE_SHARE:
+        at = 0
+        while at < new.size:
+            most = self._start * width if self._changed else at
+            stop = min(new.size, most + SEGMENT_VALUES * width)
+            if not isinstance(digest, StateHash):  # a block at a time, which Python hashes while it is in the cache
+                stop = min(stop, at + BLOCK_BYTES)
+            done = self._collect(old[at:stop], new[at:stop], width, at // width, digest)
+            at += done
+            if self._changed >= SEGMENT_CHANGES or (at == most + SEGMENT_VALUES * width):
                 self._flush(width)
-                self._write_dense(before, after, width, part.start // width)
-            elif count:
-                self._collect(before, after, width, part.start // width, count)
-            digest.update(after.data)
+            elif at < stop:
+                self._flush(width)
+                block = slice(at, min(at + BLOCK_BYTES, new.size))
+                self._write_dense(old[block], new[block], width, at // width)
+                digest.update(new[block].data)
+                at = block.stop
         self._flush(width)
         if not self._out.tell():
             return None
         self._out.write(_digest(self._out.getbuffer()))
         return self._out.getvalue()
 
-    def _collect(self, before: Bytes, after: Bytes, width: int, first: int, count: int) -> None:
-        """Append `count` changes of a block, which are at self._positions, to the segment; write it when it is full."""
-        end = first + after.size // width
-        if self._changed and end - self._start > SEGMENT_VALUES:
-            self._flush(width)
-        if not self._changed:
-            self._start = self._after = first
-        self._changed, self._escaped, since = self._kernels.collect(
-            before, after, width, self._positions[:count], first - self._after,
-            self._gaps, self._nibbles, self._escapes, self._changed, self._escaped,
+    def _collect(self, before: Bytes, after: Bytes, width: int, first: int, digest: Hash) -> int:
+        """Append what changed of the next blocks, which begin with value `first`, to the segment, and add them to
+        `digest`; how many bytes."""
+        function, state = (digest.function, digest.state) if isinstance(digest, StateHash) else (0, 0)
+        done, skipped, changed, self._escaped, since = self._kernels.scan(
+            before, after, width, BLOCK_BYTES, self._positions, first - self._after if self._changed else 0,
+            self._gaps, self._nibbles, self._escapes, self._changed, self._escaped, SEGMENT_CHANGES, function, state,
         )  # fmt: skip
-        self._after = end - since
-        if self._changed >= SEGMENT_CHANGES:
-            self._flush(width)
+        if changed and not self._changed:
+            self._start = first + skipped // width
+        self._changed, self._after = changed, first + done // width - since
+        if not function:
+            digest.update(after[:done].data)
+        return done
 
     def _flush(self, width: int) -> None:
         """Write the segment, if there is one."""
@@ -181,12 +186,12 @@ class SparseReader:
         """What stays as it is; its bytes."""
         if digest is not None:
             self._kernels.patch(
-                part, self._width, 0, self._positions[:0], _NONE, _NONE, 0, 0, False, digest.update, digest.state
+                part, self._width, 0, self._positions[:0], _NONE, _NONE, 0, 0, False, digest.function, digest.state
             )
         return part.size
 
     def _change(self, part: Bytes, at: int, digest: StateHash | None) -> None:
-        update, state = (0, 0) if digest is None else (digest.update, digest.state)
+        update, state = (0, 0) if digest is None else (digest.function, digest.state)
         try:
             self._changed, self._escaped = self._kernels.patch(
                 part, self._width, at // self._width - self._start, self._positions, self._nibbles, self._escapes,

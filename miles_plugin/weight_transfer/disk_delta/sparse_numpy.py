@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from miles_plugin.weight_transfer.disk_delta.kernels import ESCAPE, MORE, SLACK, Indices
+from miles_plugin.weight_transfer.disk_delta.kernels import DENSE_SHARE, ESCAPE, MORE, SLACK, Indices
 from mooncake_store.arrays import Bytes
 
 _Unsigned = npt.NDArray[np.unsignedinteger[Any]]
@@ -22,7 +22,42 @@ def changes(old: Bytes, new: Bytes, width: int, out: Indices, /) -> int:
     return found.size
 
 
-def collect(
+def scan(
+    old: Bytes,
+    new: Bytes,
+    width: int,
+    block: int,
+    positions: Indices,
+    since: int,
+    gaps: Indices,
+    nibbles: Bytes,
+    escapes: Bytes,
+    changed: int,
+    escaped: int,
+    enough: int,
+    update: int,
+    state: int,
+    /,
+) -> tuple[int, int, int, int, int]:
+    _check(old.size == new.size and since >= 0 and enough >= 0 and block > 0 and block % width == 0)
+    done = skipped = 0
+    while done < old.size and changed < enough:
+        before, after = old[done : done + block], new[done : done + block]
+        count = changes(before, after, width, positions)
+        values = before.size // width
+        if count > values * DENSE_SHARE:
+            break
+        if count and not changed:
+            skipped, since = done, 0
+        changed, escaped, since = _collect(
+            before, after, width, positions[:count], since, gaps, nibbles, escapes, changed, escaped
+        )
+        _add(after, update, state)
+        done += before.size
+    return done, skipped, changed, escaped, since
+
+
+def _collect(
     old: Bytes,
     new: Bytes,
     width: int,
@@ -33,14 +68,13 @@ def collect(
     escapes: Bytes,
     changed: int,
     escaped: int,
-    /,
 ) -> tuple[int, int, int]:
     values = _values(old, width)
     end = changed + positions.size
     _check(changed >= 0 and end <= gaps.size and nibbles.size >= (gaps.size + 1) // 2 and old.size == new.size)
     if not positions.size:
         return changed, escaped, since + values.size
-    _check(int(positions.max()) < values.size and escaped >= 0)
+    _check(int(positions.max()) < values.size and escaped >= 0 and int(positions[0]) + since < 1 << 32)
     after = _values(new, width)[positions]
     gaps[changed] = positions[0] + np.int64(since)
     gaps[changed + 1 : end] = np.diff(positions) - 1
@@ -109,10 +143,7 @@ def patch(
     after = values[where] + _unzigzag(coded.astype(values.dtype) + values.dtype.type(1))
     after[is_kept] = kept
     values[where] = after
-    if update:
-        ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(update)(
-            state, block.ctypes.data, block.size
-        )
+    _add(block, update, state)
     return end, escaped + kept.size
 
 
@@ -133,6 +164,12 @@ def unspread(block: Bytes, planes: Bytes, width: int, /) -> None:
 def _check(agreed: bool) -> None:
     if not agreed:
         raise ValueError("sizes, indices and the bytes between them do not agree")
+
+
+def _add(block: Bytes, update: int, state: int) -> None:
+    if update:
+        function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(update)
+        function(state, block.ctypes.data, block.size)
 
 
 def _values(block: Bytes, width: int) -> _Unsigned:

@@ -172,6 +172,7 @@ def test_a_codec_goes_on_after_a_call_that_failed(encoding: str, monkeypatch: py
     tensors = pair(BLOCK, 2, 0.1)
     with monkeypatch.context() as patch:
         patch.setattr(encoder, "_new_hash", Fails)
+        patch.setattr(encoder, "_in_c", None)
         with pytest.raises(OSError, match="made to fail"):
             encoder.encode(tensors.old.copy(), tensors.new, 2)
     payload, _ = encoder.encode(tensors.old.copy(), tensors.new, 2)

@@ -94,11 +94,12 @@ def test_gaps_are_written_as_symbols_and_read_as_positions(kernels: Any, is_wide
             kernels.positions(symbols[:used], lows, end - 1, out)
 
 
-def collecting(**changed: Any) -> list[Any]:
-    """Arguments of `collect`, some other than right."""
+def scanning(**changed: Any) -> list[Any]:
+    """Arguments of `scan`, some other than right: blocks of four values, of which the first is as it was."""
     arguments = {
-        "old": u8(0, 0, 0, 0), "new": u8(0, 4, 0, 99), "width": 1, "positions": u32(1, 3), "since": 5,
-        "gaps": u32(0, 0, 0), "nibbles": u8(0, 0), "escapes": u8(0, 0), "changed": 1, "escaped": 1,
+        "old": u8(*[0] * 8), "new": u8(0, 0, 0, 0, 0, 4, 0, 99), "width": 1, "block": 4, "positions": u32(*[0] * 12),
+        "since": 1, "gaps": u32(0, 0, 0), "nibbles": u8(0, 0), "escapes": u8(0, 0), "changed": 1, "escaped": 1,
+        "enough": 9, "update": 0, "state": 0,
     }  # fmt: skip
     return [*(arguments | changed).values()]
 
@@ -115,11 +116,39 @@ def patching(**changed: Any) -> list[Any]:
 
 @each_kernels
 def test_what_changed_is_appended_to_what_is_there(kernels: Any) -> None:
-    arguments = collecting()
-    assert kernels.collect(*arguments) == (3, 2, 0)
-    old, new, _, _, _, gaps, nibbles, escapes, _, _ = arguments
+    arguments = scanning()
+    assert kernels.scan(*arguments) == (8, 0, 3, 2, 0)
+    old, new, _, _, _, _, gaps, nibbles, escapes, *_ = arguments
     assert (old == new).all()
     assert (gaps.tolist(), nibbles.tolist(), escapes.tolist()) == ([0, 6, 1], [0x70, 0x0F], [0, 99])
+
+
+@each_kernels
+def test_where_nothing_is_yet_the_first_block_with_changes_is_the_start(kernels: Any) -> None:
+    arguments = scanning(changed=0, since=7)
+    assert kernels.scan(*arguments) == (8, 4, 2, 2, 0)
+    assert arguments[6].tolist() == [1, 1, 0]
+
+
+@each_kernels
+@pytest.mark.parametrize(
+    ("stops", "expected"),
+    [
+        ({"enough": 1}, (0, 0, 1, 1, 1)),
+        ({"enough": 2, "block": 2}, (6, 0, 2, 1, 0)),
+        ({"block": 8, "new": u8(1, 1, 1, 1, 1, 0, 0, 0)}, (0, 0, 1, 1, 1)),
+        ({"new": u8(0, 0, 0, 0, 1, 1, 1, 0)}, (4, 0, 1, 1, 5)),
+    ],
+    ids=["enough", "enough on the way", "dense", "dense on the way"],
+)
+def test_it_stops_where_there_is_enough_and_before_a_dense_block(
+    kernels: Any, stops: dict[str, Any], expected: tuple[int, ...]
+) -> None:
+    arguments = scanning(**stops)
+    assert kernels.scan(*arguments) == expected
+    old, new = arguments[0], arguments[1]
+    assert (old[: expected[0]] == new[: expected[0]]).all()
+    assert not old[expected[0] :].any(), "the rest is as it was"
 
 
 @each_kernels
@@ -133,23 +162,28 @@ def test_a_block_is_patched_from_where_the_last_one_ended(kernels: Any) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"new": u8(0, 4, 0)},
+        {"new": u8(0, 0, 0, 0, 0, 4, 0)},
         {"width": 3},
-        {"positions": u32(1, 4)},
-        {"positions": u32(1, 2**32 - 1)},
+        {"block": 0},
+        {"block": -4},
+        {"block": 3, "width": 2},
+        {"positions": u32(0, 0, 0, 0, 0, 0, 0)},
+        {"since": -1},
+        {"since": 2**33},
         {"gaps": u32(0, 0)},
         {"nibbles": u8(0)},
         {"escapes": u8(0)},
-        {"changed": 2},
+        {"changed": 4},
         {"changed": -1},
         {"escaped": 2},
         {"escaped": -1},
+        {"enough": -1},
     ],
     ids=str,
 )
-def test_nothing_is_collected_out_of_bounds(kernels: Any, wrong: dict[str, Any]) -> None:
+def test_nothing_is_scanned_out_of_bounds(kernels: Any, wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"do not agree|allowed are"):
-        kernels.collect(*collecting(**wrong))
+        kernels.scan(*scanning(**wrong))
 
 
 @each_kernels
@@ -256,7 +290,7 @@ def test_the_hash_in_c_is_that_of_the_package(sizes: list[int]) -> None:
         whole = xxhash.xxh3_128()
         for seed, size in enumerate(sizes):
             part = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
-            sparse_numpy.patch(part, 1, 0, u32(), u8(), u8(), 0, 0, False, found.update, found.state)
+            sparse_numpy.patch(part, 1, 0, u32(), u8(), u8(), 0, 0, False, found.function, found.state)
             whole.update(part)
         assert found.hexdigest() == whole.hexdigest()
     assert state_hash("blake3") is None
