@@ -57,6 +57,7 @@ class StateHash:
     def __init__(self) -> None:
         library = c_library()
         self.function = address_of(library, ("XXH3_128bits_update_dispatch", "XXH3_128bits_update"))
+        self._update = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(self.function)
         make, free, self._reset, self._digest = (
             ctypes.PYFUNCTYPE(result, *takes)(address_of(library, (name,)))
             for name, result, takes in (
@@ -75,9 +76,7 @@ class StateHash:
         self._reset(self.state)
 
     def update(self, data: memoryview, /) -> None:
-        ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(self.function)(
-            self.state, np.frombuffer(data, np.uint8).ctypes.data, data.nbytes
-        )
+        self._update(self.state, np.frombuffer(data, np.uint8).ctypes.data, data.nbytes)
 
     def hexdigest(self) -> str:
         digest = self._digest(self.state)
