@@ -200,7 +200,7 @@ class AsyncHTTP:
                     return answer.status, await answer.read()
             except aiohttp.ConnectionTimeoutError as error:
                 raise _too_late(url, "no connection", _CONNECT_SECONDS) from error
-            except (aiohttp.ClientConnectorError, aiohttp.InvalidURL) as error:
+            except (aiohttp.ClientConnectorError, aiohttp.InvalidURL, UnicodeError) as error:  # no name of a host
                 raise _no_answer(url, error) from error
             except aiohttp.ClientError as error:
                 if attempt + 1 == _ATTEMPTS:
@@ -216,7 +216,8 @@ def _session() -> aiohttp.ClientSession:
     """Without bounds of its own, but for how long a connection may take to be made or to lie idle."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
+        # Its sock_connect would be for each address of a host by itself, and not for finding them.
+        timeout=aiohttp.ClientTimeout(total=None, connect=_CONNECT_SECONDS),
         cookie_jar=aiohttp.DummyCookieJar(),
     )
 

@@ -1,6 +1,7 @@
 """The HTTP clients of engines, against servers that drop connections, make no sense, or send a byte now and then."""
 
 import asyncio
+import re
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from miles_plugin.engines import http as engine_http
 from miles_plugin.engines import sglang
 from miles_plugin.engines.http import HTTP, AsyncHTTP, EngineError, EngineTimeout
 from miles_plugin.engines.sglang import SGLangEngine
@@ -103,12 +105,30 @@ def test_what_steers_an_engine_goes_by_a_connection_of_its_own() -> None:
     assert connections == 3
 
 
-def test_an_engine_that_is_not_there_is_named_at_once() -> None:
+@pytest.mark.parametrize("gone", ["http://127.0.0.1:9", "http://two..dots", "http://[::1", "htp://127.0.0.1:9"])
+def test_an_engine_that_is_not_there_is_named_at_once(gone: str) -> None:
     async def use(http: AsyncHTTP, url: str) -> None:
-        with pytest.raises(EngineError, match=r"127\.0\.0\.1:9/generate: no answer: "):
-            await http.post("http://127.0.0.1:9/generate", {})
+        with pytest.raises(EngineError, match=f"^{re.escape(gone)}/generate: no answer: "):
+            await http.post(f"{gone}/generate", {})
 
     assert serve([], use) == 0
+
+
+def test_a_host_that_is_not_found_in_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To find its address is a part of connecting."""
+    monkeypatch.setattr(engine_http, "_CONNECT_SECONDS", BOUND)
+
+    async def run() -> None:
+        async def silent(*_: object, **__: object) -> None:
+            await asyncio.sleep(60)
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", silent)
+        http = AsyncHTTP(connections=1)
+        with pytest.raises(EngineTimeout, match=f"^http://engine/generate: no connection within {BOUND} s; see in "):
+            await asyncio.wait_for(http.post("http://engine/generate", {}), 20)
+        await http.close()
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(
