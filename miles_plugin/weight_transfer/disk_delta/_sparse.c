@@ -1,7 +1,8 @@
 /* What `sparse.py` does to each value of a tensor, without the interpreter's lock. `sparse_numpy.py` does the same.
  *
- * Nothing here trusts its arguments: sizes are compared here and indices where they are used (`_values.h`), and what
- * does not agree is a ValueError. Only the stable interface of Python 3.11 is used: one build serves every later version. */
+ * Nothing here trusts its arguments, but for the addresses of a hash: sizes are compared here and indices where they are
+ * used (`_values.h`), and what does not agree is a ValueError. Only the stable interface of Python 3.11 is used: one build
+ * serves every later version. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -69,7 +70,7 @@ static int scan_blocks(Py_ssize_t width, char *old, const char *new, Scanned *s)
         size = s->nbytes - s->done < s->block ? s->nbytes - s->done : s->block;
         s->to.values = size / (size_t)width;
         s->to.count = FOR_WIDTH(width, find_changes, old + s->done, new + s->done, s->to.values, s->positions);
-        if (2 * s->to.count > s->to.values)
+        if (2 * s->to.count > s->to.values) /* as DENSE_SHARE in kernels.py */
             break;
         if (s->to.count == 0) {
             s->to.since += s->to.values;

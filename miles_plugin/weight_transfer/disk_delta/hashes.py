@@ -68,7 +68,7 @@ class StateHash:
             )
         )
         self.state: int = make()
-        weakref.finalize(self, free, self.state)
+        weakref.finalize(self, free, self.state).atexit = False  # threads may still add to it then
         self.begin()
 
     def begin(self) -> None:

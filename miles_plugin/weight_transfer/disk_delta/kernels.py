@@ -30,7 +30,7 @@ class Kernels(Protocol):
     that are not 0 make a nibble, two of them a byte, the earlier one in the low half; of others the new value is kept.
 
     Every function raises ValueError when sizes, indices and bytes do not agree; it has read and written nothing outside
-    its arguments then.
+    its arguments then. Addresses of a hash (`hashes.StateHash`) are believed.
     """
 
     def changes(self, old: Bytes, new: Bytes, width: int, out: Indices, /) -> int:

@@ -10,7 +10,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles_plugin.weight_transfer.disk_delta import codec, sparse, sparse_numpy
+from miles_plugin.weight_transfer.disk_delta import codec, hashes, sparse, sparse_numpy
 from miles_plugin.weight_transfer.disk_delta.frames import frame_end
 from miles_plugin.weight_transfer.disk_delta.hashes import state_hash
 from miles_plugin.weight_transfer.disk_delta.kernels import SLACK, native
@@ -294,6 +294,14 @@ def test_the_hash_in_c_is_that_of_the_package(sizes: list[int]) -> None:
             whole.update(part)
         assert found.hexdigest() == whole.hexdigest()
     assert state_hash("blake3") is None
+
+
+@pytest.mark.parametrize("wrong", [(hashes, "c_library", lambda: None), (xxhash, "xxh3_128_hexdigest", lambda _: "")])
+def test_a_hash_that_cannot_be_reached_or_is_another_is_left_to_the_package(
+    wrong: tuple[object, str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(*wrong)
+    assert state_hash("xxh3-128") is None
 
 
 @pytest.mark.parametrize(
