@@ -239,7 +239,7 @@ class TrainingArguments(BaseModel):
         False,
         description="for samples of older policies: clip the ratio to the policy as it was before it learns from them "
         "instead of to the one that sampled them, and weigh each token by the ratio of these two (truncated importance "
-        "sampling, as in miles); costs a forward pass",
+        "sampling, as in miles); costs a forward pass, unless a rollout is learned from in one step",
     )
     tis_clip: float = Field(2.0, gt=0, description="the greatest such weight (--use-tis only)")
     seed: int = Field(

@@ -1,6 +1,7 @@
 """One data-parallel rank of the GRPO trainer."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ class Trainer:
         last step.
         """
         samples = len(batch["tokens"])
-        if self._config.use_tis:
+        if self._config.use_tis and self._config.num_steps_per_rollout > 1:
             batch = {**batch, _OLD_LOG_PROBS: self._response_log_probs(batch)}
         totals = torch.zeros(2, device=self._device)
         grad_norm = 0.0
@@ -94,8 +95,10 @@ class Trainer:
         tokens.clamp_(min=1.0)  # a step whose samples are all masked teaches nothing; it is not a division by zero
         totals = torch.zeros(2, device=self._device)
         for _, padded in self._micro_batches(batch, rows):
-            weights = truncated_weights(padded, config.tis_clip) if config.use_tis else 1.0
             log_probs = self._log_probs(padded)
+            if config.use_tis and _OLD_LOG_PROBS not in batch:  # of the first step's policy, which is the only one
+                padded = replace(padded, old_log_probs=log_probs.detach())
+            weights = truncated_weights(padded, config.tis_clip) if config.use_tis else 1.0
             loss, clipped = clipped_policy_loss(log_probs, padded, weights, config.eps_clip, config.eps_clip_high)
             # FSDP averages gradients over the ranks; the token mean is over all ranks' tokens together.
             torch.autograd.backward(loss * dist.get_world_size() / tokens)
