@@ -11,7 +11,7 @@ from typing import Protocol
 
 from miles_plugin.weight_transfer.disk_delta.bytewise import OverwriteReader, OverwriteWriter, XorReader, XorWriter
 from miles_plugin.weight_transfer.disk_delta.frames import blocks
-from miles_plugin.weight_transfer.disk_delta.hashes import CHECKSUMS, Hash, hash_maker, hash_of, state_hash
+from miles_plugin.weight_transfer.disk_delta.hashes import CHECKSUMS, Hash, StateHash, hash_maker, hash_of, state_hash
 from miles_plugin.weight_transfer.disk_delta.kernels import Kernels, fastest
 from miles_plugin.weight_transfer.disk_delta.sparse import SparseReader, SparseWriter
 from mooncake_store.arrays import Bytes
@@ -74,12 +74,7 @@ class Encoder:
         _check_writable(old, width)
         if old.size != new.size:
             raise ValueError(f"the old tensor has {old.size} bytes, the new one {new.size}")
-        digest: Hash
-        if self._in_c is not None:
-            self._in_c.begin()
-            digest = self._in_c
-        else:
-            digest = self._new_hash()
+        digest = _begun(self._in_c) or self._new_hash()
         return self._writer.write(old, new, width, digest), digest.hexdigest()
 
 
@@ -122,11 +117,10 @@ class Decoder:
             group = payloads[start : start + FOLD]
             readers = [self._reader(*payload, tensor.size, width, WHOLE_BYTES // len(group)) for payload in group]
             is_last = start + FOLD >= len(payloads)
-            if is_last and len(readers) == 1 and isinstance(readers[0], SparseReader) and self._in_c is not None:
-                self._in_c.begin()
-                readers[0].patch(tensor, 0, self._in_c)
+            if is_last and len(readers) == 1 and isinstance(readers[0], SparseReader) and (in_c := _begun(self._in_c)):
+                readers[0].patch(tensor, 0, in_c)
                 readers[0].finish()
-                return self._in_c.hexdigest()
+                return in_c.hexdigest()
             for part in blocks(tensor.size):
                 block = tensor[part]
                 for reader in readers:
@@ -155,6 +149,12 @@ def checksum_of(tensor: Bytes, checksum: str) -> str:
         MissingDependency: it needs a package that is not installed.
     """
     return hash_of(tensor, hash_maker(checksum))
+
+
+def _begun(digest: StateHash | None) -> StateHash | None:
+    if digest is not None:
+        digest.begin()
+    return digest
 
 
 def _writer(encoding: str, kernels: Kernels) -> _Writer:

@@ -67,15 +67,15 @@ class SparseWriter:
         self._changed = self._escaped = 0
         at = 0
         while at < new.size:
-            most = self._start * width if self._changed else at
-            stop = min(new.size, most + SEGMENT_VALUES * width)
+            limit = (self._start * width if self._changed else at) + SEGMENT_VALUES * width
+            stop = min(new.size, limit)
             if not isinstance(digest, StateHash):  # a block at a time, which Python hashes while it is in the cache
                 stop = min(stop, at + BLOCK_BYTES)
             done = self._collect(old[at:stop], new[at:stop], width, at // width, digest)
             at += done
-            if self._changed >= SEGMENT_CHANGES or (at == most + SEGMENT_VALUES * width):
+            if self._changed >= SEGMENT_CHANGES or at == limit:
                 self._flush(width)
-            elif at < stop:
+            elif at < stop:  # before a dense block
                 self._flush(width)
                 block = slice(at, min(at + BLOCK_BYTES, new.size))
                 self._write_dense(old[block], new[block], width, at // width)
